@@ -1,0 +1,100 @@
+"""Every exception of samestep, and the exit status a command ends with for each.
+
+    SamestepError                1   something went wrong
+    ├── InputError               2   what the user gave can't be used as it is
+    │   ├── SpecError                the job file or a --set
+    │   ├── WorkloadError            the workload can't be loaded, or breaks its contract
+    │   ├── NotExactError            it would train, but not with the promised bits
+    │   ├── RunConflictError         the run belongs to another spec, data or numerics
+    │   ├── CheckpointError          a checkpoint is damaged, or none is whole
+    │   ├── StorageError             storage can't be read or written from a node
+    │   └── PlacementError           the cluster has no room for the workers asked for
+    ├── RunInUseError            5   a live run holds the run directory
+    ├── UserCodeError            1   the workload raised; carries its traceback
+    ├── PeerLostError            1   another worker went away (infrastructure: retried)
+    ├── DivergenceError          1   a step or a state differs from what it must equal
+    └── RecorderError            1   the run's recorder can't be reached or refused us
+
+Every message says what happened, the value, and what to do. Each exception takes one string and
+so survives pickling between processes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of all commands; docs and scripts may rely on them."""
+
+    DONE = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    INTERRUPTED = 3
+    BUDGET_EXHAUSTED = 4
+    IN_USE = 5
+    EQUAL_WITHIN_TOLERANCE = 10
+    DIFFERENT = 11
+    CANNOT_REPLAY = 12
+
+
+class SamestepError(Exception):
+    """Root of the tree."""
+
+    exit_status: ExitStatus = ExitStatus.FAILED
+
+
+class InputError(SamestepError):
+    """The user can mend it; nothing was lost and nothing is retried."""
+
+    exit_status = ExitStatus.BAD_INPUT
+
+
+class SpecError(InputError):
+    """A job file or an override is malformed; names the field, the value and what is allowed."""
+
+
+class WorkloadError(InputError):
+    """A workload can't be loaded or does not keep its side of the interface."""
+
+
+class NotExactError(InputError):
+    """The workload does something whose bits can't be kept; says what to use instead."""
+
+
+class RunConflictError(InputError):
+    """A run of this name exists and can't be continued with what was given."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint does not verify or does not fit the workload."""
+
+
+class StorageError(InputError):
+    """The run directory can't be read or written from a node that needs it."""
+
+
+class PlacementError(InputError):
+    """The cluster can't place the minimum number of workers."""
+
+
+class RunInUseError(SamestepError):
+    """Another live process holds the run's lease."""
+
+    exit_status = ExitStatus.IN_USE
+
+
+class UserCodeError(SamestepError):
+    """The workload's own code raised; the message holds the user's message and traceback."""
+
+
+class PeerLostError(SamestepError):
+    """The exchange with another worker failed; the cause lies with that worker."""
+
+
+class DivergenceError(SamestepError):
+    """Values that must be equal bit for bit are not."""
+
+
+class RecorderError(SamestepError):
+    """The recorder is away for too long, or refuses an attempt that is no longer current."""

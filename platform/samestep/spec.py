@@ -1,0 +1,420 @@
+"""The job spec: the one place where every setting, its default, unit and limits are written.
+
+A field marked ``affects_bits`` is part of what the ledger's numbers depend on: it can't change
+over the life of a run. The others (workers, mode, storage, retention) may change at any resume.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
+
+from samestep.errors import SpecError
+
+BITS: dict[str, JsonValue] = {"affects_bits": True}
+FREE: dict[str, JsonValue] = {"affects_bits": False}
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class Mode(StrEnum):
+    """Where the shards are computed; never what is computed."""
+
+    AUTO = "auto"
+    DDP = "ddp"
+    DATAPARALLEL = "dataparallel"
+    LOCAL = "local"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Workers(_Part):
+    """How many workers the group may have; `workers: 3` is short for `{min: 3, max: 3}`."""
+
+    min: int = Field(1, ge=1, description="fewest workers to train with", json_schema_extra=FREE)
+    max: int = Field(1, ge=1, description="most workers to train with", json_schema_extra=FREE)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max < self.min:
+            raise ValueError(f"max ({self.max}) is less than min ({self.min})")
+        return self
+
+
+def _workers(value: object) -> object:
+    """Accepts N, "N" and "MIN:MAX" beside the mapping."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(:\d+)?", value):
+        low, _, high = value.partition(":")
+        return {"min": int(low), "max": int(high or low)}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"min": value, "max": value}
+    return value
+
+
+class Resources(_Part):
+    """What one worker takes from the Ray cluster."""
+
+    cpu: float = Field(1, gt=0, description="CPUs per worker", json_schema_extra=FREE)
+    gpu: int = Field(
+        0,
+        ge=0,
+        le=1,
+        description="GPUs per worker; the device kind is part of the numerics",
+        json_schema_extra=BITS,
+    )
+
+
+class Evaluate(_Part):
+    """When the evaluation data is gone through, and in which batches."""
+
+    every_epochs: int = Field(
+        1,
+        ge=0,
+        description="evaluate after every so many epochs and at the end; 0: at the end only",
+        json_schema_extra=FREE,
+    )
+    batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="samples per evaluation batch; null: ceil(batch_size / shards)",
+        json_schema_extra=BITS,
+    )
+
+
+class Checkpoint(_Part):
+    """When the state is written to storage, and how many are kept."""
+
+    every_steps: int = Field(
+        100,
+        ge=0,
+        description="commit a checkpoint every so many steps; 0: only at stops and at the end",
+        json_schema_extra=FREE,
+    )
+    keep: int = Field(
+        3, ge=1, description="newest whole checkpoints to keep", json_schema_extra=FREE
+    )
+
+
+class Retries(_Part):
+    """How often a worker group is restarted, by cause."""
+
+    infrastructure: int = Field(
+        20,
+        ge=0,
+        description="restarts after lost workers or nodes, over one execution of the command",
+        json_schema_extra=FREE,
+    )
+
+
+class Faults(_Part):
+    """What is done about faults."""
+
+    retries: Retries = Field(default_factory=Retries, json_schema_extra=FREE)
+    hang_timeout_s: float = Field(
+        300,
+        gt=0,
+        description="seconds that a worker waits for another before it gives the group up",
+        json_schema_extra=FREE,
+    )
+    placement_timeout_s: float = Field(
+        30,
+        gt=0,
+        description="seconds to wait for room for the fewest workers",
+        json_schema_extra=FREE,
+    )
+
+
+class Numerics(_Part):
+    """What else decides which bits come out."""
+
+    tf32: bool = Field(
+        False, description="allow TF32 in matrix products on GPU", json_schema_extra=BITS
+    )
+    mixed: Literal["refuse", "allow"] = Field(
+        "refuse",
+        description=(
+            "workers whose fingerprint or canary differ: refuse the group, or train and say in "
+            "the ledger that the bits depend on placement"
+        ),
+        json_schema_extra=FREE,
+    )
+    cpu_capability: Literal["default", "avx2", "avx512"] | None = Field(
+        None,
+        description="pin the vector instructions that torch and oneDNN use; null: what is there",
+        json_schema_extra=BITS,
+    )
+
+
+class GradScaler(_Part):
+    """Loss scaling for `precision: fp16` (arguments of torch.amp.GradScaler)."""
+
+    init_scale: float = Field(65536.0, gt=0, description="first scale", json_schema_extra=BITS)
+    growth_factor: float = Field(
+        2.0, gt=1, description="factor when the scale grows", json_schema_extra=BITS
+    )
+    backoff_factor: float = Field(
+        0.5, gt=0, lt=1, description="factor after an overflow", json_schema_extra=BITS
+    )
+    growth_interval: int = Field(
+        2000, ge=1, description="good steps before the scale grows", json_schema_extra=BITS
+    )
+
+
+class JobSpec(_Part):
+    """A job: a workload and how to run it."""
+
+    workload: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
+        description="module:Class, found from the job file's folder or the working directory",
+        json_schema_extra=BITS,
+    )
+    args: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="keyword arguments of the workload's class",
+        json_schema_extra=BITS,
+    )
+    name: str | None = Field(
+        None,
+        pattern=f"^{RUN_NAME.pattern}$",
+        description="name of the run; null: the name of the job file's folder",
+        json_schema_extra=FREE,
+    )
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="seed of every random stream", json_schema_extra=BITS
+    )
+    batch_size: int = Field(
+        ge=1, description="samples of one step, over all workers", json_schema_extra=BITS
+    )
+    shards: int = Field(
+        4,
+        ge=1,
+        le=4096,
+        description="equal parts a batch is cut into; caps the number of workers",
+        json_schema_extra=BITS,
+    )
+    epochs: int | None = Field(
+        None, ge=1, description="passes over the data (or give max_steps)", json_schema_extra=FREE
+    )
+    max_steps: int | None = Field(
+        None, ge=1, description="steps to take (or give epochs)", json_schema_extra=FREE
+    )
+    drop_last: bool = Field(
+        False, description="leave out the short last batch of an epoch", json_schema_extra=BITS
+    )
+    workers: Annotated[Workers, BeforeValidator(_workers)] = Field(
+        default_factory=Workers,
+        description="number of workers in mode ddp",
+        json_schema_extra=FREE,
+    )
+    resources: Resources = Field(default_factory=Resources, json_schema_extra=FREE)
+    mode: Mode = Field(
+        Mode.AUTO, description="where the shards are computed", json_schema_extra=FREE
+    )
+    reduction: Literal["exact", "fast"] = Field(
+        "exact",
+        description="exact: the fixed tree; fast: stock DDP all-reduce, no promise about bits",
+        json_schema_extra=BITS,
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="autocast dtype of the forward pass", json_schema_extra=BITS
+    )
+    reduce_dtype: Literal["float32"] | None = Field(
+        None,
+        description="dtype of the gradient sums; null: each parameter's own",
+        json_schema_extra=BITS,
+    )
+    scaler: GradScaler = Field(default_factory=GradScaler, json_schema_extra=BITS)
+    threads: int = Field(
+        1, ge=1, le=512, description="intra-op threads per worker", json_schema_extra=BITS
+    )
+    loader_processes: int = Field(
+        0, ge=0, le=256, description="data loader processes per worker", json_schema_extra=FREE
+    )
+    clip_norm: float | None = Field(
+        None, gt=0, description="largest global gradient norm; null: no clipping",
+        json_schema_extra=BITS,
+    )  # fmt: skip
+    nominal_weight: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "weight of a full shard where the workload returns weights of its own; null: the "
+            "weight of shard 0 of step 0, kept with the run"
+        ),
+        json_schema_extra=BITS,
+    )
+    storage: str = Field(
+        "./runs",
+        min_length=1,
+        description="folder or URI (s3://, gs://) that holds the run directories",
+        json_schema_extra=FREE,
+    )
+    evaluate: Evaluate = Field(default_factory=Evaluate, json_schema_extra=FREE)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, json_schema_extra=FREE)
+    digest_every: int = Field(
+        50,
+        ge=0,
+        description="compare the workers' states every so many steps; 0: only at checkpoints",
+        json_schema_extra=FREE,
+    )
+    faults: Faults = Field(default_factory=Faults, json_schema_extra=FREE)
+    numerics: Numerics = Field(default_factory=Numerics, json_schema_extra=BITS)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.epochs is None) == (self.max_steps is None):
+            raise ValueError("give exactly one of epochs and max_steps")
+        if self.workers.max > self.shards:
+            raise ValueError(
+                f"workers.max ({self.workers.max}) is more than shards ({self.shards}): a worker "
+                "needs a shard of its own; lower workers.max or raise shards (raising it changes "
+                "the bits)"
+            )
+        if self.reduction == "fast" and self.mode not in (Mode.AUTO, Mode.DDP):
+            raise ValueError(f"reduction fast exists in mode ddp only, not in {self.mode}")
+        return self
+
+
+def bits_fields(model: type[BaseModel] = JobSpec, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yields every leaf field of the spec as (dotted path, affects_bits)."""
+    for name, field in model.model_fields.items():
+        part = _part_of(field.annotation)
+        if part is not None:
+            yield from bits_fields(part, f"{prefix}{name}.")
+        else:
+            extra = field.json_schema_extra
+            assert isinstance(extra, dict), f"{prefix}{name} does not say whether it affects bits"
+            yield f"{prefix}{name}", bool(extra["affects_bits"])
+
+
+def _part_of(annotation: object) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def field_at(spec: JobSpec, path: str) -> Any:
+    """Value of the field at a dotted path."""
+    value: Any = spec
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def differing_fields(a: JobSpec, b: JobSpec, *, only_bits: bool = True) -> list[str]:
+    """Lines `path: value in a, value in b` for the fields in which two specs differ."""
+    return [
+        f"{path}: {field_at(a, path)!r} against {field_at(b, path)!r}"
+        for path, affects in bits_fields()
+        if (affects or not only_bits) and field_at(a, path) != field_at(b, path)
+    ]
+
+
+def parse_spec(data: object, *, source: str = "the spec") -> JobSpec:
+    """Validates plain data (as YAML gives it).
+
+    Raises:
+        SpecError: one line per problem, with the field's path, the value and what is allowed.
+    """
+    if not isinstance(data, Mapping):
+        raise SpecError(f"{source} must be a mapping of fields, got {type(data).__name__}")
+    try:
+        return JobSpec.model_validate(dict(data))
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise SpecError(f"{source} is not valid:\n  " + "\n  ".join(lines)) from None
+
+
+def load_spec(path: Path, overrides: Mapping[str, object] | None = None) -> JobSpec:
+    """Reads a job file; `overrides` maps dotted paths to values that take precedence.
+
+    Raises:
+        SpecError: the file is missing, is no YAML, or does not validate.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(
+            f"can't read the job file {path} ({error.strerror}); looked in "
+            f"{path.resolve().parent}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path} is not UTF-8 text: {error}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise SpecError(f"{path} must hold a mapping of fields, got {type(data).__name__}")
+    for dotted, value in (overrides or {}).items():
+        _set(data, dotted, value)
+    return parse_spec(data, source=str(path))
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """Splits `a.b=value`; the value is read as YAML."""
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        raise SpecError(f"--set takes a.b=value, got {text!r}")
+    try:
+        return path.strip(), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise SpecError(f"--set {path}: {value!r} is not valid YAML: {error}") from error
+
+
+def dump_spec(spec: JobSpec) -> str:
+    """The spec as YAML that `load_spec` reads back to an equal one."""
+    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
+
+
+def _set(data: dict[str, Any], dotted: str, value: object) -> None:
+    *parents, leaf = dotted.split(".")
+    for part in parents:
+        inner = data.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise SpecError(f"--set {dotted}: {part} is {inner!r}, not a mapping")
+        data = inner
+    data[leaf] = value
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    value = error["input"]
+    if error["type"] == "extra_forbidden":
+        names = _names_at(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(names)}"
+        return f"{path}: unknown field; {hint}"
+    if error["type"] == "missing":
+        return f"{path}: required, but not given"
+    message = error["msg"].removeprefix("Value error, ")
+    if not path:
+        return message
+    return f"{path}: {message}, got {value!r}"
+
+
+def _names_at(location: tuple[Any, ...]) -> list[str]:
+    model: type[BaseModel] = JobSpec
+    for part in location:
+        field = model.model_fields.get(str(part))
+        inner = _part_of(field.annotation) if field else None
+        if inner is None:
+            break
+        model = inner
+    return list(model.model_fields)
