@@ -351,8 +351,7 @@ def load_spec(path: Path, overrides: Mapping[str, object] | None = None) -> JobS
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SpecError(
-            f"can't read the job file {path} ({error.strerror}); looked in "
-            f"{path.resolve().parent}"
+            f"can't read the job file {path} ({error.strerror}); looked in {path.resolve().parent}"
         ) from error
     except UnicodeDecodeError as error:
         raise SpecError(f"{path} is not UTF-8 text: {error}") from error
@@ -403,7 +402,7 @@ def _explain(error: Any) -> str:
         return f"{path}: unknown field; {hint}"
     if error["type"] == "missing":
         return f"{path}: required, but not given"
-    message = error["msg"].removeprefix("Value error, ")
+    message: str = error["msg"].removeprefix("Value error, ")
     if not path:
         return message
     return f"{path}: {message}, got {value!r}"

@@ -105,8 +105,10 @@ class Workload:
         return default_collate(samples)
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Called on every worker before step `step` (counted from 0): the place to freeze and
-        unfreeze parameters. It must do the same on every worker."""
+        """Called on every worker before step `step` (counted from 0).
+
+        The place to freeze and unfreeze parameters; it must do the same on every worker.
+        """
 
 
 def load_workload(name: str, args: Mapping[str, Any], search: Sequence[Path]) -> Workload:
