@@ -1,0 +1,63 @@
+# The same targets serve people and CI. Each sets up what it needs; `make` alone lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The job that `make train` runs, and further arguments of its command (or of pytest and the bench).
+JOB ?= workloads/digits/job.yaml
+ARGS ?=
+TESTS ?= tests/unit tests/integration
+
+# Used only when .venv has to be made: the first interpreter that works and is 3.11 or newer.
+PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& { echo "$$name"; break; }; done)
+# Where the CPU build of torch lies; empty: whatever torch pip would take (on Linux, one with CUDA).
+TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help venv train test test-system bench chaos lint fmt
+
+help: ## Lists the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: .venv/.installed ## Sets up .venv with the command .venv/bin/samestep
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make venv: no Python 3.11 or newer on PATH; install one or \
+	give it: make venv PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python && $(BIN)/python -c '' || $(PYTHON) -m venv --clear .venv
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --no-deps --retries 1 \
+	-c constraints.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
+	$(PIP) install -c constraints.txt -e '.[workloads,test,dev]'
+	@touch $@
+
+train: venv ## Trains JOB (workloads/digits/job.yaml); ARGS are passed on
+	$(BIN)/samestep train $(JOB) $(ARGS)
+
+test: venv ## Runs TESTS (tests/unit tests/integration), which need nothing but what pip installs
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+test-system: venv ## Runs the tests that need Debian packages or another user
+	tests/system/install
+	$(BIN)/python -m pytest tests/system $(ARGS)
+
+bench: venv ## Measures step times against stock DDP
+	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
+
+chaos: venv ## Runs the long tests with random faults
+	$(BIN)/python -m pytest tests/chaos $(ARGS)
+
+lint: venv ## Checks style, types and the layers of the code
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: venv ## Formats the code and mends what ruff can
+	$(BIN)/ruff check --fix --exit-zero
+	$(BIN)/ruff format
