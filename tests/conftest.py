@@ -1,0 +1,99 @@
+"""What holds for every test: no leaks, no surprises from Ray's defaults."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+
+import psutil
+import pytest
+
+# Explicit, because Ray 2.60 otherwise turns token authentication on by itself and writes a token
+# into the home folder. Tests of authentication set their own values.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+MARK = "SAMESTEP_TEST_MARK"
+GRACE_S = 10.0
+# Set by libraries at their first import or use, whichever test happens to come first.
+SET_BY_LIBRARIES = frozenset(
+    {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+)
+# Helpers of multiprocessing, which Python keeps for the life of the process.
+KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fails a test that leaves environment variables, processes or threads of ours behind.
+
+    Processes are found as new children of this one, and by a mark in their environment, which
+    finds those whose parent has ended as well. What leaked is ended, so that only the test that
+    leaked fails.
+    """
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    variables = _variables()
+    processes = set(psutil.pids())
+    threads = set(threading.enumerate())
+    yield
+    leaks = [
+        *_changed(variables, _variables()),
+        *_leaked_threads(threads),
+        *_leaked_processes(processes, mark),
+    ]
+    for name in set(os.environ) - set(variables) - SET_BY_LIBRARIES - {MARK}:
+        del os.environ[name]
+    os.environ.update(variables)
+    del os.environ[MARK]
+    if leaks:
+        pytest.fail("the test leaked:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def _variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in SET_BY_LIBRARIES and name != MARK
+    }
+
+
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    return [
+        f"environment variable {name}: {before.get(name)!r} before, {after.get(name)!r} after"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _leaked_threads(before: set[threading.Thread]) -> list[str]:
+    ours = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name.startswith("samestep")
+    ]
+    for thread in ours:
+        thread.join(GRACE_S / len(ours))
+    return [f"thread {thread.name}" for thread in ours if thread.is_alive()]
+
+
+def _leaked_processes(before: set[int], mark: str) -> list[str]:
+    own = os.getpid()
+    found: list[tuple[psutil.Process, str]] = []
+    for pid in set(psutil.pids()) - before:
+        try:
+            process = psutil.Process(pid)
+            if process.ppid() != own and process.environ().get(MARK) != mark:
+                continue
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue  # ended meanwhile, or another user's
+        if not any(name in command for name in KEPT_BY_PYTHON):
+            found.append((process, command))
+    _, alive = psutil.wait_procs([process for process, _ in found], timeout=GRACE_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=GRACE_S)
+    return [f"process {process.pid}: {command}" for process, command in found if process in alive]
