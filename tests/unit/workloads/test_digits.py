@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from samestep.errors import WorkloadError
 from samestep.workload import Loss
 
+Load = Callable[..., Any]
 
-def test_every_image_is_in_exactly_one_of_train_and_test_set(load):
+
+def test_every_image_is_in_exactly_one_of_train_and_test_set(load: Load) -> None:
     _, digits = load("digits")
     train, test = digits.data(), digits.evaluation_data()
     assert (len(train), len(test)) == (1437, 360)
@@ -22,7 +25,7 @@ def test_every_image_is_in_exactly_one_of_train_and_test_set(load):
     assert sorted(images) == sorted(image.numpy().tobytes() for image in everything)
 
 
-def test_the_cut_is_the_same_whatever_the_seed_of_the_process(load):
+def test_the_cut_is_the_same_whatever_the_seed_of_the_process(load: Load) -> None:
     _, digits = load("digits")
     torch.manual_seed(1)
     first = all_of(digits.evaluation_data())
@@ -33,7 +36,7 @@ def test_the_cut_is_the_same_whatever_the_seed_of_the_process(load):
         assert torch.equal(a["label"], b["label"])
 
 
-def test_an_item_has_the_declared_shape_and_range(load):
+def test_an_item_has_the_declared_shape_and_range(load: Load) -> None:
     _, digits = load("digits")
     item = digits.data()[0]
     assert item["image"].shape == (1, 8, 8)
@@ -45,7 +48,7 @@ def test_an_item_has_the_declared_shape_and_range(load):
         assert batch[name].shape == tuple(3 if dim is None else dim for dim in dims)
 
 
-def test_shifts_are_drawn_from_torchs_generator_alone(load):
+def test_shifts_are_drawn_from_torchs_generator_alone(load: Load) -> None:
     _, digits = load("digits")
     data = digits.data()
 
@@ -57,7 +60,7 @@ def test_shifts_are_drawn_from_torchs_generator_alone(load):
     assert shifted(1) != shifted(2)
 
 
-def test_a_shift_moves_the_image_by_one_pixel_at_most_and_fills_with_black(load):
+def test_a_shift_moves_the_image_by_one_pixel_at_most_and_fills_with_black(load: Load) -> None:
     _, digits = load("digits")
     plain = without_shift(load)[0]["image"]
     padded = torch.nn.functional.pad(plain, [1] * 4)
@@ -72,7 +75,7 @@ def test_a_shift_moves_the_image_by_one_pixel_at_most_and_fills_with_black(load)
     assert seen == possible
 
 
-def test_loss_is_a_scalar_with_one_accuracy_per_sample(load):
+def test_loss_is_a_scalar_with_one_accuracy_per_sample(load: Load) -> None:
     _, digits = load("digits")
     data, model = digits.data(), digits.model()
     out = digits.loss(model, digits.collate([data[i] for i in range(5)]))
@@ -87,7 +90,7 @@ def test_loss_is_a_scalar_with_one_accuracy_per_sample(load):
     assert set(accuracy.tolist()) <= {0.0, 1.0}
 
 
-def test_the_learning_rate_falls_in_a_line_and_then_stays(load):
+def test_the_learning_rate_falls_in_a_line_and_then_stays(load: Load) -> None:
     _, digits = load("digits", lr=1.0, decay_steps=4)
     optimizer = digits.optimizer(digits.model())
     scheduler = digits.scheduler(optimizer)
@@ -99,12 +102,12 @@ def test_the_learning_rate_falls_in_a_line_and_then_stays(load):
     assert rates == pytest.approx([1, 0.755, 0.51, 0.265, 0.02, 0.02, 0.02])
 
 
-def test_an_unknown_argument_is_named(load):
+def test_an_unknown_argument_is_named(load: Load) -> None:
     with pytest.raises(WorkloadError, match="widht"):
         load("digits", widht=3)
 
 
-def test_the_module_uses_public_names_of_samestep_only(load):
+def test_the_module_uses_public_names_of_samestep_only(load: Load) -> None:
     load("digits")
     import samestep
 
@@ -114,8 +117,8 @@ def test_the_module_uses_public_names_of_samestep_only(load):
 
 
 def test_a_plain_loop_reaches_97_percent_with_the_job_file_as_it_is(
-    load, train_plainly, evaluate_plainly
-):
+    load: Load, train_plainly: Callable[..., Any], evaluate_plainly: Callable[..., Any]
+) -> None:
     spec, digits = load("digits")
     model, losses = train_plainly(spec, digits)
     assert len(losses) == 15 * 23
