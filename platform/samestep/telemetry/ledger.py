@@ -1,0 +1,169 @@
+"""The append-only record of a run: JSON lines in numbered segments.
+
+`ledger/00000001.jsonl`, ... Each writer opens a segment of its own after the highest one, so a
+line that a dying writer left half-written is always the last of its segment. On storage that
+can't append, every append is a segment. The first line of a segment says its format. A step may
+have two lines, when it was taken again under other numerics: the later one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from samestep.checkpoint.storage import Storage
+from samestep.errors import StorageError
+from samestep.names import LEDGER_DIR, LEDGER_SUFFIX, Event
+from samestep.telemetry.records import EVENT, STEP, EventRecord, StepRecord
+
+FORMAT: Final = 1
+HEADER: Final = "ledger"
+
+logger = logging.getLogger(__name__)
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """One line of a segment, newline included."""
+    return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def segments(run: Storage) -> list[str]:
+    """Names of the segments inside the run directory, in order."""
+    if not run.exists(LEDGER_DIR):
+        return []
+    found = []
+    for name in run.list(LEDGER_DIR):
+        stem = name.removesuffix(LEDGER_SUFFIX)
+        if name.endswith(LEDGER_SUFFIX) and stem.isdigit():
+            found.append((int(stem), f"{LEDGER_DIR}/{name}"))
+    return [name for _, name in sorted(found)]
+
+
+class LedgerWriter:
+    """Appends to a run's ledger; not safe for threads: its recorder calls it under a lock.
+
+    The segment is opened by the first append, so that looking at a run leaves no trace.
+    """
+
+    def __init__(self, run: Storage, *, run_name: str = "") -> None:
+        self._run = run
+        self._run_name = run_name
+        self._segment: str | None = None
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Adds lines; they are flushed to the operating system (or stored) on return.
+
+        Raises:
+            StorageError: some of the lines, or a part of one, may have been written. The next
+                append opens a new segment; read the ledger again before repeating anything.
+        """
+        if not records:
+            return
+        lines = b"".join(encode_line(record) for record in records)
+        if not self._run.is_local:
+            self._open(lines)
+            return
+        if self._segment is None:
+            self._segment = self._open(b"")
+        try:
+            self._run.append(self._segment, lines)
+        except BaseException:
+            self._segment = None
+            raise
+
+    def _open(self, lines: bytes) -> str:
+        existing = segments(self._run)
+        number = int(_stem(existing[-1])) + 1 if existing else 1
+        while True:
+            name = f"{LEDGER_DIR}/{number:08d}{LEDGER_SUFFIX}"
+            header = {"type": HEADER, "format": FORMAT, "run": self._run_name, "segment": number}
+            if self._run.create_exclusive(name, encode_line(header) + lines):
+                return name
+            number += 1
+
+
+def read_ledger(
+    run: Storage,
+    from_step: int = 0,
+    *,
+    on_torn: Callable[[str], None] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yields the lines in the order of writing, headers left out.
+
+    Args:
+        run: the run directory.
+        from_step: leave out the lines of earlier steps.
+        on_torn: told of each segment whose last line is cut off; default: a log line.
+
+    Raises:
+        StorageError: a segment has another format version, or is damaged before its last line.
+    """
+    report = on_torn or _log_torn
+    for name in segments(run):
+        for record in _segment_lines(run, name, report):
+            if int(record.get("step", from_step)) >= from_step:
+                yield record
+
+
+def steps(run: Storage, from_step: int = 0) -> dict[int, StepRecord]:
+    """The step records by step, each in its last version, in order of steps."""
+    found = {
+        int(data["step"]): data for data in read_ledger(run, from_step) if data["type"] == STEP
+    }
+    return {step: StepRecord.from_json(found[step]) for step in sorted(found)}
+
+
+def events(run: Storage, kind: Event | None = None) -> list[EventRecord]:
+    """The event records in the order of writing; only those of one kind if it is given."""
+    return [
+        EventRecord.from_json(data)
+        for data in read_ledger(run)
+        if data["type"] == EVENT and (kind is None or data["event"] == kind)
+    ]
+
+
+def _segment_lines(
+    run: Storage, name: str, report: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    lines = run.read(name).splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        last = number == len(lines)
+        if last and not line.endswith(b"\n"):
+            report(f"{run.uri}/{name}: its last line ({len(line)} bytes) was cut off")
+            return
+        try:
+            data = json.loads(line)
+            kind = data["type"]
+        except (ValueError, KeyError, TypeError) as error:
+            if last and number > 1:
+                report(f"{run.uri}/{name}: its last line ({len(line)} bytes) is not whole")
+                return
+            raise StorageError(
+                f"{run.uri}/{name} is damaged at line {number} ({error!r}); restore the file from "
+                "a copy, or start the run over under another name"
+            ) from error
+        if number == 1:
+            _check_header(f"{run.uri}/{name}", data)
+        elif kind in (STEP, EVENT):
+            yield data
+        else:
+            raise StorageError(f"{run.uri}/{name}: line {number} is of an unknown type {kind!r}")
+
+
+def _check_header(name: str, data: Mapping[str, Any]) -> None:
+    version = data.get("format")
+    if data["type"] != HEADER or version != FORMAT:
+        raise StorageError(
+            f"{name} has ledger format {version!r}; this samestep reads format {FORMAT}: use the "
+            "version that wrote it"
+        )
+
+
+def _stem(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix(LEDGER_SUFFIX)
+
+
+def _log_torn(text: str) -> None:
+    logger.warning("%s; the lines before it are used", text)

@@ -1,0 +1,143 @@
+"""What a ledger tells a recorder that opens it: enough to go on where the last one stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.checkpoint.storage import Storage
+from samestep.names import Event
+from samestep.telemetry.ledger import read_ledger
+from samestep.telemetry.records import STEP, EventRecord, StepRecord
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One attempt as the ledger has it.
+
+    Attributes:
+        number: counted from 1.
+        started_at: seconds since the epoch.
+        fields: what `begin_attempt` was told, and `known_steps`: steps in the ledger then.
+        next_step: one after the last step it wrote; its first step when it wrote none.
+        num_written: step lines it wrote.
+        ended: fields of its end (`reason`, `redone`), None while it is open.
+        ended_at: seconds since the epoch, None while it is open.
+    """
+
+    number: int
+    started_at: float
+    fields: Mapping[str, Any]
+    next_step: int
+    num_written: int = 0
+    ended: Mapping[str, Any] | None = None
+    ended_at: float | None = None
+
+    @property
+    def start_step(self) -> int:
+        """The first step it took."""
+        return int(self.fields["start_step"])
+
+    @property
+    def numerics_id(self) -> str:
+        """Names the binding part of the numerics it ran under."""
+        return str(self.fields.get("numerics_id", ""))
+
+    @property
+    def values_id(self) -> str:
+        """Attempts with the same one must give the same bits."""
+        return str(self.fields.get("values_id", ""))
+
+    @property
+    def num_redone(self) -> int:
+        """Steps it took that the ledger had already; exact once it ended in good order."""
+        if self.ended is not None and "redone" in self.ended:
+            return int(self.ended["redone"])
+        known = int(self.fields["known_steps"])
+        return known - self.start_step if self.next_step > known else 0
+
+
+@dataclass(kw_only=True)
+class Past:
+    """The sum of a ledger.
+
+    Attributes:
+        attempts: in order.
+        num_steps: steps it holds: all of 0 to num_steps - 1.
+        written: by sender of the last attempt, the (batch, place in it) of its last line.
+        last_step: the record of the last step.
+        last_events: the last event of each kind.
+        num_incidents: incidents ever recorded.
+        stop_reason: a stop was asked for in the last attempt.
+        torn: descriptions of half-written last lines.
+    """
+
+    attempts: list[Attempt] = field(default_factory=list)
+    num_steps: int = 0
+    written: dict[str, tuple[int, int]] = field(default_factory=dict)
+    last_step: StepRecord | None = None
+    last_events: dict[Event, EventRecord] = field(default_factory=dict)
+    num_incidents: int = 0
+    stop_reason: str | None = None
+    torn: list[str] = field(default_factory=list)
+
+    @property
+    def num_redone(self) -> int:
+        """Steps that were taken again, over all attempts."""
+        return sum(attempt.num_redone for attempt in self.attempts)
+
+    def values_ids(self) -> dict[int, str]:
+        """The `values_id` of each attempt by its number."""
+        return {attempt.number: attempt.values_id for attempt in self.attempts}
+
+
+def read_past(run: Storage) -> Past:
+    """Goes through a run's ledger once.
+
+    Raises:
+        StorageError: the ledger can't be read, is damaged or of another format.
+    """
+    past = Past()
+    last_step: Mapping[str, Any] | None = None
+    for data in read_ledger(run, on_torn=past.torn.append):
+        if data["type"] == STEP:
+            step = int(data["step"])
+            if step + 1 >= past.num_steps:
+                past.num_steps, last_step = step + 1, data
+            if past.attempts:
+                past.attempts[-1].next_step = step + 1
+                past.attempts[-1].num_written += 1
+        else:
+            _take_event(past, EventRecord.from_json(data))
+        if "seq" in data:
+            sender, batch, place = data["seq"]
+            past.written[sender] = (int(batch), int(place))
+    if last_step is not None:
+        past.last_step = StepRecord.from_json(last_step)
+    return past
+
+
+def _take_event(past: Past, event: EventRecord) -> None:
+    past.last_events[event.event] = event
+    match event.event:
+        case Event.ATTEMPT_STARTED:
+            past.written.clear()
+            past.stop_reason = None
+            past.attempts.append(
+                Attempt(
+                    number=event.attempt,
+                    started_at=event.time,
+                    fields=event.fields,
+                    next_step=int(event.fields["start_step"]),
+                )
+            )
+        case Event.ATTEMPT_ENDED if past.attempts:
+            past.attempts[-1].ended = event.fields
+            past.attempts[-1].ended_at = event.time
+        case Event.STOP_REQUESTED:
+            past.stop_reason = str(event.fields.get("reason", ""))
+        case Event.INCIDENT:
+            past.num_incidents += 1
+        case _:
+            pass
