@@ -7,6 +7,7 @@ over the life of a run. The others (workers, mode, storage, retention) may chang
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
@@ -24,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from samestep import yaml12
 from samestep.errors import SpecError
 
 BITS: dict[str, JsonValue] = {"affects_bits": True}
@@ -41,7 +43,15 @@ class Mode(StrEnum):
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, data: object) -> object:
+        """A part with nothing under it in the YAML file has its defaults."""
+        return {} if data is None else data
 
 
 class Workers(_Part):
@@ -57,13 +67,20 @@ class Workers(_Part):
         return self
 
 
-def _workers(value: object) -> object:
-    """Accepts N, "N" and "MIN:MAX" beside the mapping."""
+def _spelled_out(value: object) -> object:
+    """The mapping for the short forms N, "N" and "MIN:MAX"; anything else as it is."""
     if isinstance(value, str) and re.fullmatch(r"\d+(:\d+)?", value):
         low, _, high = value.partition(":")
         return {"min": int(low), "max": int(high or low)}
     if isinstance(value, int) and not isinstance(value, bool):
         return {"min": value, "max": value}
+    return value
+
+
+def _workers(value: object) -> object:
+    value = _spelled_out(value)
+    if value is not None and not isinstance(value, Mapping | Workers):
+        raise ValueError("give a number N, a range MIN:MAX or a mapping {min: MIN, max: MAX}")
     return value
 
 
@@ -223,7 +240,10 @@ class JobSpec(_Part):
     )
     resources: Resources = Field(default_factory=Resources, json_schema_extra=FREE)
     mode: Mode = Field(
-        Mode.AUTO, description="where the shards are computed", json_schema_extra=FREE
+        Mode.AUTO,
+        strict=False,  # a mode may be given by its name
+        description="where the shards are computed",
+        json_schema_extra=FREE,
     )
     reduction: Literal["exact", "fast"] = Field(
         "exact",
@@ -278,7 +298,11 @@ class JobSpec(_Part):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if (self.epochs is None) == (self.max_steps is None):
-            raise ValueError("give exactly one of epochs and max_steps")
+            given = "neither" if self.epochs is None else "both"
+            raise ValueError(
+                f"give exactly one of epochs and max_steps; got {given} "
+                f"(epochs {self.epochs}, max_steps {self.max_steps})"
+            )
         if self.workers.max > self.shards:
             raise ValueError(
                 f"workers.max ({self.workers.max}) is more than shards ({self.shards}): a worker "
@@ -318,12 +342,17 @@ def field_at(spec: JobSpec, path: str) -> Any:
 
 
 def differing_fields(a: JobSpec, b: JobSpec, *, only_bits: bool = True) -> list[str]:
-    """Lines `path: value in a, value in b` for the fields in which two specs differ."""
+    """Lines `path: value in a against value in b` for the fields in which two specs differ."""
     return [
         f"{path}: {field_at(a, path)!r} against {field_at(b, path)!r}"
         for path, affects in bits_fields()
-        if (affects or not only_bits) and field_at(a, path) != field_at(b, path)
+        if (affects or not only_bits) and _text(field_at(a, path)) != _text(field_at(b, path))
     ]
+
+
+def _text(value: object) -> str:
+    """Tells 1 from 1.0 and true, and 0.0 from -0.0, as a workload may."""
+    return json.dumps(value, sort_keys=True)
 
 
 def parse_spec(data: object, *, source: str = "the spec") -> JobSpec:
@@ -337,7 +366,7 @@ def parse_spec(data: object, *, source: str = "the spec") -> JobSpec:
     try:
         return JobSpec.model_validate(dict(data))
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
+        lines = [_explain(item, data) for item in error.errors(include_url=False)]
         raise SpecError(f"{source} is not valid:\n  " + "\n  ".join(lines)) from None
 
 
@@ -356,11 +385,13 @@ def load_spec(path: Path, overrides: Mapping[str, object] | None = None) -> JobS
     except UnicodeDecodeError as error:
         raise SpecError(f"{path} is not UTF-8 text: {error}") from error
     try:
-        data = yaml.safe_load(text)
+        data = yaml12.load(text)
     except yaml.YAMLError as error:
         raise SpecError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise SpecError(f"{path} must hold a mapping of fields, got {type(data).__name__}")
+    if "workers" in data:  # so that an override of workers.max finds a mapping
+        data["workers"] = _spelled_out(data["workers"])
     for dotted, value in (overrides or {}).items():
         _set(data, dotted, value)
     return parse_spec(data, source=str(path))
@@ -372,28 +403,28 @@ def parse_override(text: str) -> tuple[str, object]:
     if not equals or not path.strip():
         raise SpecError(f"--set takes a.b=value, got {text!r}")
     try:
-        return path.strip(), yaml.safe_load(value)
+        return path.strip(), yaml12.load(value)
     except yaml.YAMLError as error:
         raise SpecError(f"--set {path}: {value!r} is not valid YAML: {error}") from error
 
 
 def dump_spec(spec: JobSpec) -> str:
     """The spec as YAML that `load_spec` reads back to an equal one."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
+    return yaml12.dump(spec.model_dump(mode="json"))
 
 
 def _set(data: dict[str, Any], dotted: str, value: object) -> None:
     *parents, leaf = dotted.split(".")
     for part in parents:
-        inner = data.setdefault(part, {})
+        inner = data[part] = {} if data.get(part) is None else data[part]
         if not isinstance(inner, dict):
             raise SpecError(f"--set {dotted}: {part} is {inner!r}, not a mapping")
         data = inner
     data[leaf] = value
 
 
-def _explain(error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+def _explain(error: Any, data: Mapping[Any, Any]) -> str:
+    path = ".".join(_path(error["loc"], data))
     value = error["input"]
     if error["type"] == "extra_forbidden":
         names = _names_at(error["loc"][:-1])
@@ -406,6 +437,17 @@ def _explain(error: Any) -> str:
     if not path:
         return message
     return f"{path}: {message}, got {value!r}"
+
+
+def _path(location: tuple[Any, ...], data: Any) -> Iterator[str]:
+    """The parts of a path, without the kinds of value that pydantic adds to those in `args`."""
+    for part in location:
+        is_index = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if is_index or (isinstance(data, Mapping) and part in data):
+            data = data[part]
+        elif location[0] == "args":
+            continue
+        yield str(part)
 
 
 def _names_at(location: tuple[Any, ...]) -> list[str]:
