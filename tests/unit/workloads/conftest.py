@@ -66,7 +66,10 @@ def train_plainly() -> Train:
         steps_per_epoch = math.ceil(len(data) / spec.batch_size)
         num_steps = spec.max_steps or steps_per_epoch * (spec.epochs or 1)
         while len(losses) < num_steps:
-            permutation = order.sample(range(len(data)), len(data))
+            epoch = len(losses) // steps_per_epoch
+            given = workload.order(epoch, torch.Generator().manual_seed(epoch))
+            shuffled = order.sample(range(len(data)), len(data))
+            permutation = shuffled if given is None else [int(index) for index in given]
             for start in range(0, len(data), spec.batch_size):
                 if len(losses) == num_steps:
                     break
@@ -97,10 +100,10 @@ def one_step(
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
         out = workload.loss(model, workload.collate([data[int(i)] for i in part]))
-        assert isinstance(out, Loss)
+        value = out.value if isinstance(out, Loss) else out
         share = len(part) / len(ids)
-        (out.value * share).backward()
-        loss += out.value.item() * share
+        (value * share).backward()
+        loss += value.item() * share
         if shard == 0:
             after = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for name, buffer in model.named_buffers():
