@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import yaml
 
+from samestep import yaml12
 from samestep.checkpoint.storage import Storage
-from samestep.errors import RunConflictError, StorageError
+from samestep.errors import RunConflictError, SpecError, StorageError
 from samestep.exact.numerics import BINDING
 from samestep.names import NUMERICS_FILE, RESULT_FILE, SPEC_FILE
 from samestep.spec import JobSpec, differing_fields, parse_spec
@@ -25,7 +26,11 @@ def parse_spec_text(text: str, *, source: str) -> JobSpec:
     Raises:
         SpecError: it is none, or was written by another version of samestep.
     """
-    return parse_spec(yaml.safe_load(text), source=source)
+    try:
+        data = yaml12.load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{source} is not valid YAML: {error}") from error
+    return parse_spec(data, source=source)
 
 
 def read_spec(run: Storage) -> JobSpec:
@@ -111,7 +116,7 @@ def _read(run: Storage, name: str) -> dict[str, Any] | None:
     try:
         body = json.loads(run.read(name))
         version = body.pop("format")
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{path} is damaged ({error!r}); restore it from a copy") from error
     if version != FORMAT:
         raise StorageError(

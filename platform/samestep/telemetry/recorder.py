@@ -85,8 +85,6 @@ class Recorder:
             state = RunState.STOPPING if self._stop else RunState.RUNNING
             self._board.set(state=str(state), stop=self._stop)
 
-    # What the driver calls.
-
     def begin_attempt(self, info: Mapping[str, Any]) -> int:
         """Starts the next attempt; from now on earlier ones are refused.
 
@@ -193,12 +191,14 @@ class Recorder:
             return dict(self._verdict)
         return None
 
+    def result(self) -> dict[str, Any] | None:
+        """The run's result once `finish` has written it."""
+        return identity.read_result(self._run) if self._end is not None else None
+
     def close(self) -> None:
         """Gives the lease back without an end: the run can be resumed."""
         if self._lease is not None:
             self._lease.release()
-
-    # What the workers call.
 
     def push(
         self,
@@ -283,8 +283,6 @@ class Recorder:
         if not given.get("time"):
             given["time"] = self._clock()
         return self._write_incident(Incident.from_json(given))
-
-    # How it does it.
 
     def _end_attempt(self, reason: str) -> None:
         fields: dict[str, Any] = {"reason": reason}
