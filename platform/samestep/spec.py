@@ -341,6 +341,19 @@ def field_at(spec: JobSpec, path: str) -> Any:
     return value
 
 
+def bits_part(spec: JobSpec) -> dict[str, JsonValue]:
+    """The fields that affect bits, by dotted path, as plain JSON."""
+    data = spec.model_dump(mode="json")
+    part: dict[str, JsonValue] = {}
+    for path, affects in bits_fields():
+        if affects:
+            value: Any = data
+            for key in path.split("."):
+                value = value[key]
+            part[path] = value
+    return part
+
+
 def differing_fields(a: JobSpec, b: JobSpec, *, only_bits: bool = True) -> list[str]:
     """Lines `path: value in a against value in b` for the fields in which two specs differ."""
     return [

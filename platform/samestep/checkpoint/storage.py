@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import pyarrow as pa  # type: ignore[import-untyped]
 from pyarrow import fs
 
 from samestep.errors import StorageError
@@ -113,7 +113,7 @@ class Storage:
         with _explained("look at", path):
             if self.is_local:
                 return os.path.lexists(path)
-            return self._info(path).type != fs.FileType.NotFound
+            return bool(self._info(path).type != fs.FileType.NotFound)
 
     def list(self, name: str = "") -> Names:
         """Sorted names of the direct children; empty where there is no such folder."""

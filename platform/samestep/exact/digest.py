@@ -17,7 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ if sys.byteorder != "little":  # the canonical form is defined on little-endian 
 
 
 class _Hash(Protocol):
-    def update(self, data: memoryview | bytes, /) -> object: ...
+    def update(self, data: Any, /) -> object: ...
 
 
 def canonical_order(names: Iterable[str]) -> list[str]:
@@ -102,10 +102,14 @@ def float_from_hex(text: str) -> float:
     return value
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements in C order as raw bytes; no copy where a CPU tensor is contiguous already."""
+def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The elements in C order as raw bytes; no copy where a CPU tensor is contiguous already.
+
+    Returns:
+        1-dim array of uint8 that shares the tensor's memory, or a copy's.
+    """
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(dense.reshape(-1).view(torch.uint8).numpy())
+    return dense.reshape(-1).view(torch.uint8).numpy()
 
 
 def _feed(digest: _Hash, tensors: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,176 @@
+"""The manifest of a checkpoint: what it consists of, and the proof that it is whole.
+
+Written last: a folder without one is no checkpoint. It holds a hash of itself, so that damage to
+it is told apart from damage to the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from samestep import names
+from samestep.checkpoint.encode import parse_json
+from samestep.checkpoint.layout import Layout
+from samestep.errors import CheckpointError
+
+FORMAT: Final = 1
+"""Version of the manifest, of the values file and of how tensors are named and stored."""
+
+_STEP_NAME: Final = re.compile(re.escape(names.CHECKPOINT_PREFIX) + r"(\d{8,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMeta:
+    """What is kept with a state so that others can judge it; both mappings are plain JSON.
+
+    Attributes:
+        numerics: the fingerprint under which the state was computed.
+        spec: the part of the job's spec that affects bits.
+        created_s: Unix time.
+    """
+
+    numerics: Mapping[str, Any]
+    spec: Mapping[str, Any]
+    created_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """Size and SHA-256 (hex) of one file of a checkpoint."""
+
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> FileEntry:
+        """The entry of a file with this content."""
+        return cls(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """In which file a tensor lies, and how it lay in memory."""
+
+    file: str
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Attributes as they stand in the file; `digest` is what `state_sha256` gives."""
+
+    step: int
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, TensorEntry]
+    digest: str
+    meta: CheckpointMeta
+    samestep_version: str
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint's folder."""
+        return step_name(self.step)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together, without the manifest."""
+        return sum(entry.num_bytes for entry in self.files.values())
+
+    def to_json(self) -> str:
+        """Strict JSON text, with a hash of itself.
+
+        Raises:
+            CheckpointError: the meta data is no plain JSON.
+        """
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "digest": self.digest,
+            "samestep_version": self.samestep_version,
+            "created_s": self.meta.created_s,
+            "numerics": dict(self.meta.numerics),
+            "spec": dict(self.meta.spec),
+            "files": {name: asdict(entry) for name, entry in self.files.items()},
+            "tensors": {
+                name: {"file": entry.file, **asdict(entry.layout)}
+                for name, entry in self.tensors.items()
+            },
+        }
+        try:
+            return json.dumps({**body, "sha256": _hash(body)}, indent=1, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"numerics or spec of the checkpoint of step {self.step} is no plain JSON: {error}"
+            ) from error
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            CheckpointError: empty, cut, altered, or of another format version.
+        """
+        try:
+            data = parse_json(text.decode("utf-8") if isinstance(text, bytes) else text)
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"not UTF-8: {error}") from error
+        if not isinstance(data, dict):
+            raise CheckpointError(f"a manifest is an object, got {type(data).__name__}")
+        if data.get("format") != FORMAT:
+            raise CheckpointError(
+                f"format {data.get('format')!r}; this version of samestep reads format {FORMAT}: "
+                "use the version of samestep that wrote it"
+            )
+        if data.pop("sha256", None) != _hash(data):
+            raise CheckpointError("its own hash does not fit its content")
+        try:
+            return cls._from_body(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"malformed ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def _from_body(cls, data: dict[str, Any]) -> Manifest:
+        return cls(
+            step=data["step"],
+            files={name: FileEntry(**entry) for name, entry in data["files"].items()},
+            tensors={
+                name: TensorEntry(
+                    file=entry["file"],
+                    layout=Layout(
+                        dtype=entry["dtype"],
+                        shape=tuple(entry["shape"]),
+                        strides=tuple(entry["strides"]),
+                    ),
+                )
+                for name, entry in data["tensors"].items()
+            },
+            digest=data["digest"],
+            meta=CheckpointMeta(
+                numerics=data["numerics"], spec=data["spec"], created_s=data["created_s"]
+            ),
+            samestep_version=data["samestep_version"],
+        )
+
+
+def step_name(step: int) -> str:
+    """Name of the folder of the checkpoint taken after `step` steps."""
+    assert step >= 0, f"a checkpoint needs a step, got {step}"
+    return f"{names.CHECKPOINT_PREFIX}{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint's folder has this name; None: it is none."""
+    match = _STEP_NAME.fullmatch(name)
+    if match is None or step_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()

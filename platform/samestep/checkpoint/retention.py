@@ -1,0 +1,34 @@
+"""Which checkpoints stay: the newest ones and those that somebody still needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from samestep import names
+from samestep.checkpoint.manifest import step_name
+from samestep.checkpoint.reading import list_checkpoints
+from samestep.checkpoint.storage import Storage
+
+
+def apply_retention(run: Storage, keep: int, protect: Collection[int] = ()) -> list[int]:
+    """Deletes whole checkpoints except the `keep` newest and those of the steps in `protect`.
+
+    The manifest goes first: what is half deleted does not exist. Unfinished ones and those set
+    aside are left alone.
+
+    Returns:
+        The steps whose checkpoints were deleted, oldest first.
+
+    Raises:
+        ValueError: `keep` is below 1, which would delete the only way back.
+        StorageError: a file can't be deleted.
+    """
+    if keep < 1:
+        raise ValueError(f"at least one checkpoint must be kept, got keep={keep}")
+    whole = [info.step for info in list_checkpoints(run) if info.whole]
+    gone = [step for step in whole[:-keep] if step not in protect]
+    checkpoints = run.child(names.CHECKPOINTS_DIR)
+    for step in gone:
+        checkpoints.delete(f"{step_name(step)}/{names.MANIFEST_FILE}")
+        checkpoints.delete(step_name(step))
+    return gone

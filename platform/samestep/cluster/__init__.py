@@ -1,0 +1,1 @@
+"""Where and how a run is launched. Rule: decides who computes, never what is computed."""

@@ -1,0 +1,109 @@
+"""The run's recorder as a Ray actor, and the way to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from samestep.errors import RecorderError, SamestepError
+
+NAMESPACE: Final = "samestep"
+CALL_TIMEOUT_S: Final = 60.0
+OPEN_TIMEOUT_S: Final = 120.0
+MAX_RESTARTS: Final = 10
+
+
+class RecorderHost:
+    """Holds the recorder in the actor's process; opens it at the first call.
+
+    So an error in opening reaches the caller as it is, and an actor that Ray restarted opens it
+    again and goes on.
+    """
+
+    def __init__(self, run_uri: str, run: str, spec_yaml: str) -> None:
+        self._arguments = (run_uri, run, spec_yaml)
+        self._recorder: Any = None
+        self._lock = threading.Lock()
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Calls a method of the recorder."""
+        with self._lock:
+            if self._recorder is None:
+                from samestep.telemetry.recorder import Recorder
+
+                run_uri, run, spec_yaml = self._arguments
+                self._recorder = Recorder(run_uri, run=run, spec_yaml=spec_yaml)
+            return getattr(self._recorder, method)(*args)
+
+
+class RayTarget:
+    """The recorder's actor as a `telemetry.link.Target`; can be sent to workers."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Calls the recorder; its own exceptions are raised as they are.
+
+        Raises:
+            RecorderError: the recorder's own refusal.
+            ConnectionError: its actor is away.
+            TimeoutError: it did not answer in time.
+        """
+        try:
+            return ray.get(self._actor.call.remote(method, args), timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(f"the recorder did not answer {method} in time") from error
+        except ray.exceptions.RayError as error:
+            raise ConnectionError(f"the recorder is away: {error}") from error
+
+
+def start_recorder(run_uri: str, run: str, spec_yaml: str) -> tuple[Any, RayTarget]:
+    """Starts the run's recorder on this node and opens the run.
+
+    Raises:
+        RunInUseError: a live run holds the run directory.
+        SamestepError: the run directory can't be used.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    actor = (
+        ray.remote(RecorderHost)
+        .options(
+            num_cpus=0,
+            max_restarts=MAX_RESTARTS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        )
+        .remote(run_uri, run, spec_yaml)
+    )
+    target = RayTarget(actor)
+    try:
+        ray.get(actor.call.remote("status", ()), timeout=OPEN_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as error:
+        raise _cause(error) from None
+    except ray.exceptions.RayError as error:
+        raise RecorderError(f"the recorder could not be started: {error}") from error
+    return actor, target
+
+
+def close_recorder(actor: Any, target: RayTarget) -> None:
+    """Gives the lease back and ends the actor; never raises."""
+    for action in (lambda: target.call("close"), lambda: ray.kill(actor)):
+        _quietly(action)
+
+
+def _quietly(action: Callable[[], Any]) -> None:
+    try:
+        action()
+    except Exception:  # the cluster may be gone already; nothing is left to do then
+        return
+
+
+def _cause(error: ray.exceptions.RayTaskError) -> Exception:
+    cause = error.cause
+    return cause if isinstance(cause, SamestepError) else error

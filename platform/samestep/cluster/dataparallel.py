@@ -1,0 +1,112 @@
+"""Mode dataparallel: one actor on one node, shards on its GPUs or in turn on the CPU.
+
+For debugging on a single node: no process group, one process, breakpoints work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from samestep.cluster.debugger import Terminal, dial
+from samestep.cluster.monitor import POLL_S, Monitor
+from samestep.errors import PlacementError
+from samestep.spec import JobSpec, dump_spec, parse_spec
+
+if TYPE_CHECKING:
+    from samestep.cluster.actors import RayTarget
+    from samestep.cluster.launch import Order
+
+
+class Trainer:
+    """The actor's class."""
+
+    def run(self, config: dict[str, Any]) -> None:
+        """Trains on all devices that Ray gave this actor."""
+        from pathlib import Path
+
+        import torch
+        import yaml
+
+        from samestep.engine.attempt import Place, run_attempt
+        from samestep.engine.peers import Peers
+
+        spec: JobSpec = parse_spec(yaml.safe_load(config["spec"]))
+        devices = [torch.device("cpu")]
+        if spec.resources.gpu:
+            devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        devices = devices[: spec.shards]
+        target = config["target"]
+        target.call(
+            "say",
+            f"dataparallel on {', '.join(map(str, devices))}: {spec.shards} shards, "
+            + ("one device after another" if len(devices) > 1 else "in turn"),
+        )
+        dial(config["terminal"])
+        run_attempt(
+            spec,
+            Place(
+                mode="dataparallel",
+                devices=devices,
+                peers=Peers(None),
+                group=None,
+                search=[Path(path) for path in config["search"]],
+                run_uri=config["run_uri"],
+                target=target,
+            ),
+        )
+
+
+def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -> str | None:
+    """Trains in one actor, started again when its process dies.
+
+    Args:
+        order: what to run.
+        target: the recorder.
+        monitor: polled while waiting.
+        terminal: where `breakpoint()` leads.
+
+    Returns:
+        What went wrong, or None.
+    """
+    spec = order.spec
+    gpus = _gpus(spec)
+    config = {
+        "spec": dump_spec(spec),
+        "run_uri": order.run_uri,
+        "search": [str(path) for path in order.search],
+        "target": target,
+        "terminal": terminal.address,
+    }
+    failure = None
+    for _ in range(spec.faults.retries.infrastructure + 1):
+        actor = ray.remote(Trainer).options(num_cpus=spec.resources.cpu, num_gpus=gpus).remote()
+        try:
+            pending = [actor.run.remote(config)]
+            while pending:
+                done, pending = ray.wait(pending, timeout=POLL_S)
+                monitor.pause() if terminal.is_open else monitor.poll()
+            ray.get(done)
+            return None
+        except ray.exceptions.RayTaskError as error:
+            return str(error)
+        except ray.exceptions.RayError as error:
+            failure = f"the training process died: {error}"
+            target.call("say", failure.splitlines()[0])
+        finally:
+            ray.kill(actor)
+    return failure
+
+
+def _gpus(spec: JobSpec) -> int:
+    if not spec.resources.gpu:
+        return 0
+    most = max(math.floor(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+    if most == 0:
+        raise PlacementError(
+            "resources.gpu is 1, but no node of the cluster has a GPU: set resources.gpu: 0 to "
+            "train on the CPU (other bits than on a GPU)"
+        )
+    return most

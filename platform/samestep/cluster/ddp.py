@@ -1,0 +1,94 @@
+"""Mode ddp: Ray Train's TorchTrainer sets up the worker group; our engine runs in it."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from samestep.cluster.placement import worker_resources
+from samestep.spec import JobSpec, dump_spec, parse_spec
+
+if TYPE_CHECKING:
+    from samestep.cluster.actors import RayTarget
+    from samestep.cluster.launch import Order
+
+logger = logging.getLogger(__name__)
+
+
+def fit(order: Order, target: RayTarget) -> str | None:
+    """Trains with a group of workers; blocks until it ends.
+
+    Returns:
+        What Ray Train says went wrong, or None.
+    """
+    spec = order.spec
+    workers = spec.workers
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={
+            "spec": dump_spec(spec),
+            "run_uri": order.run_uri,
+            "search": [str(path) for path in order.search],
+            "target": target,
+        },
+        torch_config=TorchConfig(
+            backend="nccl" if spec.resources.gpu else "gloo",
+            timeout_s=int(max(1, spec.faults.hang_timeout_s)),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=workers.min if workers.min == workers.max else (workers.min, workers.max),
+            use_gpu=bool(spec.resources.gpu),
+            resources_per_worker=worker_resources(spec),
+        ),
+        run_config=RunConfig(
+            # A name of its own each time: Ray's bookkeeping must never decide where we resume.
+            name=f"fit-{uuid.uuid4().hex[:8]}",
+            storage_path=f"{order.run_uri}/ray",
+            failure_config=FailureConfig(max_failures=spec.faults.retries.infrastructure),
+        ),
+    )
+    try:
+        result = trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        return f"{type(error).__name__}: {error}"
+    return None if result.error is None else str(result.error)
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """What each worker of the group runs."""
+    import torch
+    import torch.distributed as dist
+    import yaml
+
+    from samestep.cluster.debugger import refuse_breakpoints
+    from samestep.engine.attempt import Place, run_attempt
+    from samestep.engine.peers import Peers
+
+    spec: JobSpec = parse_spec(yaml.safe_load(config["spec"]))
+    refuse_breakpoints("this is one of several workers")
+    # A gloo group of our own with a timeout of its own: new_group ignores the one given to init.
+    control = dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=spec.faults.hang_timeout_s)
+    )
+    device = ray.train.torch.get_device() if spec.resources.gpu else torch.device("cpu")
+    place = Place(
+        mode="ddp",
+        devices=[device],
+        peers=Peers(control if dist.get_world_size() > 1 else None),
+        group=dist.group.WORLD if spec.resources.gpu else control,
+        search=[Path(path) for path in config["search"]],
+        run_uri=config["run_uri"],
+        target=config["target"],
+    )
+    failed = not run_attempt(spec, place)
+    del place, control
+    if failed:
+        # Lets the others go, who wait for this worker: its sockets must close.
+        dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""Mode local: the caller's own process, no Ray; for replay, notebooks and tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from samestep.cluster.monitor import Monitor
+from samestep.exact import numerics
+from samestep.spec import dump_spec
+from samestep.telemetry.link import InProcess
+from samestep.telemetry.recorder import Recorder
+
+if TYPE_CHECKING:
+    from samestep.cluster.launch import Observer, Order
+
+
+def run_local(order: Order, observer: Observer) -> dict[str, Any]:
+    """Trains in this process and thread; returns the run's result.
+
+    Settings of torch, generators and the environment are put back afterwards. Where torch was
+    loaded before, some settings come too late: the run says which.
+    """
+    spec = order.spec
+    late = numerics.settings_not_in_force(spec) if "torch" in sys.modules else []
+    if not late:
+        os.environ.update(numerics.environment(spec))
+    import torch
+
+    from samestep.cluster.launch import finish_if_open
+    from samestep.engine.attempt import Place, run_attempt
+    from samestep.engine.peers import Peers
+    from samestep.exact.seeds import global_generators_kept
+
+    recorder = Recorder(order.run_uri, run=order.name, spec_yaml=dump_spec(spec))
+    target = InProcess(recorder)
+    for line in late:
+        target.call("say", line)
+    device = torch.device("cuda", torch.cuda.current_device()) if spec.resources.gpu else None
+    place = Place(
+        mode="local",
+        devices=[device or torch.device("cpu")],
+        peers=Peers(None),
+        group=None,
+        search=list(order.search),
+        run_uri=order.run_uri,
+        target=target,
+    )
+    monitor = Monitor(target, observer)
+    try:
+        with (
+            numerics.GlobalsKept(),
+            global_generators_kept(),
+            monitor.signals(),
+            monitor.polling(),
+        ):
+            run_attempt(spec, place)
+            return finish_if_open(target, None)
+    finally:
+        recorder.close()

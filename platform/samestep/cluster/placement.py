@@ -1,0 +1,73 @@
+"""Which mode `auto` means here, and whether the cluster has room; decided before anything starts."""
+
+from __future__ import annotations
+
+import math
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from samestep.cluster.session import Session
+from samestep.errors import PlacementError
+from samestep.spec import JobSpec, Mode
+
+
+def worker_resources(spec: JobSpec) -> dict[str, float]:
+    """What one worker takes, in Ray's names."""
+    resources = {"CPU": float(spec.resources.cpu)}
+    if spec.resources.gpu:
+        resources["GPU"] = float(spec.resources.gpu)
+    return resources
+
+
+def num_slots(spec: JobSpec) -> int:
+    """How many workers the cluster could hold if it were empty."""
+    needed = worker_resources(spec)
+    return sum(
+        min(math.floor(node["Resources"].get(name, 0) / amount) for name, amount in needed.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
+
+def settle_mode(spec: JobSpec, session: Session, *, no_fallback: bool) -> tuple[Mode, str]:
+    """The mode to run in and why, where it is not what was asked for.
+
+    `auto` falls back to `dataparallel` only on a cluster of one node: a job for many machines
+    must not end up on one unnoticed.
+
+    Raises:
+        PlacementError: no room for the fewest workers, and no falling back.
+    """
+    if spec.mode is Mode.DATAPARALLEL:
+        return Mode.DATAPARALLEL, ""
+    slots = num_slots(spec)
+    may_fall_back = (
+        spec.mode is Mode.AUTO
+        and not no_fallback
+        and session.num_nodes <= 1
+        and spec.reduction == "exact"
+    )
+    if may_fall_back and slots <= 1:
+        return Mode.DATAPARALLEL, f"a single node with {slots} slot(s): falling back to dataparallel"
+    if slots >= spec.workers.min and _has_room(spec):
+        return Mode.DDP, ""
+    what = (
+        f"no room for {spec.workers.min} workers of {worker_resources(spec)} within "
+        f"{spec.faults.placement_timeout_s:g} s (the cluster has {slots} slots on "
+        f"{session.num_nodes} node(s), not all of them free)"
+    )
+    if may_fall_back:
+        return Mode.DATAPARALLEL, f"{what}: falling back to dataparallel"
+    raise PlacementError(
+        f"{what}: lower workers.min or resources, free the cluster, add nodes, or raise "
+        "faults.placement_timeout_s"
+    )
+
+
+def _has_room(spec: JobSpec) -> bool:
+    group = placement_group([worker_resources(spec)] * spec.workers.min, strategy="PACK")
+    try:
+        return bool(group.wait(spec.faults.placement_timeout_s))
+    finally:
+        remove_placement_group(group)

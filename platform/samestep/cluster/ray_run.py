@@ -1,0 +1,68 @@
+"""Carries a run out on Ray: session, mode, recorder, workers, outcome."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from samestep.cluster import dataparallel, ddp
+from samestep.cluster.actors import RayTarget, close_recorder, start_recorder
+from samestep.cluster.debugger import Terminal
+from samestep.cluster.monitor import POLL_S, Monitor
+from samestep.cluster.placement import settle_mode
+from samestep.cluster.session import ray_session
+from samestep.spec import Mode, dump_spec
+
+if TYPE_CHECKING:
+    from samestep.cluster.launch import Observer, Order
+
+logger = logging.getLogger(__name__)
+
+
+def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
+    """Runs in mode ddp or dataparallel; returns the run's result."""
+    from samestep.cluster.launch import finish_if_open
+
+    spec = order.spec
+    with ray_session(spec) as session:
+        mode, why = settle_mode(spec, session, no_fallback=order.no_fallback)
+        order = replace(order, spec=spec.model_copy(update={"mode": mode}))
+        # The run keeps the spec as it was given; a mode that was settled here is no part of it.
+        actor, target = start_recorder(order.run_uri, order.name, dump_spec(spec))
+        try:
+            for note in [*session.notes, *([why] if why else [])]:
+                target.call("say", note)
+            monitor = Monitor(target, observer)
+            with monitor.signals():
+                if mode is Mode.DDP:
+                    failure = _fit(order, target, monitor)
+                else:
+                    with Terminal() as terminal:
+                        failure = dataparallel.run(order, target, monitor, terminal)
+            monitor.poll()
+            return finish_if_open(target, failure)
+        finally:
+            close_recorder(actor, target)
+
+
+def _fit(order: Order, target: RayTarget, monitor: Monitor) -> str | None:
+    """`fit` in a thread, so that this one can act on signals."""
+    ended: list[str | None] = []
+    errors: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            ended.append(ddp.fit(order, target))
+        except BaseException as error:  # told by the main thread
+            errors.append(error)
+
+    thread = threading.Thread(target=fit, name="samestep-fit", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_S)
+        monitor.poll()
+    if errors:
+        raise errors[0]
+    return ended[0]

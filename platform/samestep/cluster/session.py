@@ -1,0 +1,102 @@
+"""Connecting to the Ray cluster of the environment, or starting one on this machine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from samestep.cluster.environment import TRAIN_ENVIRONMENT
+from samestep.errors import InputError
+from samestep.exact import numerics
+from samestep.names import Env
+from samestep.spec import JobSpec
+
+logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A connection to Ray.
+
+    Attributes:
+        is_local: we started the cluster, and end it.
+        num_nodes: nodes that are alive and have CPUs or GPUs.
+        notes: what the user should know.
+    """
+
+    is_local: bool
+    num_nodes: int
+    notes: list[str]
+
+
+@contextmanager
+def ray_session(spec: JobSpec) -> Iterator[Session]:
+    """Connects for the time of a run.
+
+    Where RAY_ADDRESS names a cluster (as in a submitted job) it is used. Else one is started on
+    this machine, with the cores there are, or room for the fewest workers if that is more. A
+    caller that is connected already stays so.
+    """
+    environment = {**numerics.environment(spec), **TRAIN_ENVIRONMENT}
+    runtime_env: dict[str, Any] = {"env_vars": environment}
+    if ray.is_initialized():
+        missing = [
+            name for name in numerics.environment(spec) if not _in_runtime_env(name)
+        ]
+        if missing:
+            raise InputError(
+                "Ray is already initialised in this process without the environment that "
+                f"numerics need ({', '.join(missing)}): call samestep.train before ray.init, or "
+                "pass runtime_env={'env_vars': ...} with them"
+            )
+        yield _described(is_local=False, notes=[])
+        return
+    address = os.environ.get(Env.RAY_ADDRESS)
+    notes: list[str] = []
+    if address:
+        ray.init(
+            address=address, runtime_env=runtime_env, log_to_driver=True, logging_level="WARNING"
+        )
+    else:
+        notes = _start_local(spec, runtime_env)
+    try:
+        yield _described(is_local=not address, notes=notes)
+    finally:
+        ray.shutdown()
+
+
+def _start_local(spec: JobSpec, runtime_env: dict[str, Any]) -> list[str]:
+    cores = len(os.sched_getaffinity(0))
+    needed = math.ceil(spec.workers.min * spec.resources.cpu)
+    notes = []
+    if needed > cores:
+        notes.append(
+            f"this machine has {cores} cores; the local cluster advertises {needed}, so that "
+            f"{spec.workers.min} workers find room (they share the cores)"
+        )
+    ray.init(
+        address="local",
+        num_cpus=max(cores, needed),
+        include_dashboard=False,
+        runtime_env=runtime_env,
+        log_to_driver=True,
+        logging_level="WARNING",
+    )
+    return notes
+
+
+def _described(*, is_local: bool, notes: list[str]) -> Session:
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    useful = [n for n in alive if n["Resources"].get("CPU", 0) or n["Resources"].get("GPU", 0)]
+    return Session(is_local=is_local, num_nodes=len(useful), notes=notes)
+
+
+def _in_runtime_env(name: str) -> bool:
+    variables = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    return name in variables

@@ -1,0 +1,348 @@
+"""One attempt in one worker: build, resume, form the group, train, end.
+
+It is the same in every mode; a launcher gives it devices, peers, and a way to the recorder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.checkpoint.reading import load_checkpoint, newest_whole, set_aside
+from samestep.checkpoint.state import State, check_encodable, collect, restore
+from samestep.checkpoint.storage import Storage
+from samestep.engine.canary import compare_canary, compare_fingerprints
+from samestep.engine.fast import FastEngine
+from samestep.engine.feed import Feed
+from samestep.engine.loop import Loop, Saved
+from samestep.engine.peers import Peers
+from samestep.engine.setup import Built, build, make_replicas, require_shared_storage, turns_of
+from samestep.engine.step import StepEngine
+from samestep.errors import CheckpointError, PeerLostError, RunConflictError, SamestepError
+from samestep.exact import numerics
+from samestep.exact.digest import live_digest
+from samestep.incidents.record import Incident
+from samestep.names import IncidentKind
+from samestep.spec import JobSpec
+from samestep.telemetry.link import Link, Target
+from samestep.workload import load_workload
+
+logger = logging.getLogger(__name__)
+
+VERDICT_WAIT_S = 5.0
+FLUSH_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where an attempt runs, as one worker sees it.
+
+    Attributes:
+        mode: ddp, dataparallel or local.
+        devices: one, or several in mode dataparallel.
+        peers: the other workers.
+        group: process group for gradients; None for a single process.
+        search: folders in which the workload's module is looked for.
+        run_uri: the run directory.
+        target: the run's recorder.
+    """
+
+    mode: str
+    devices: list[torch.device]
+    peers: Peers
+    group: dist.ProcessGroup | None
+    search: list[Path]
+    run_uri: str
+    target: Target
+
+
+def run_attempt(spec: JobSpec, place: Place) -> bool:
+    """Trains until the end of the run, a planned stop, or a failure that no restart mends.
+
+    Such a failure is told to the recorder, and this returns: raising would make the launcher
+    restart the group.
+
+    Returns:
+        Whether the attempt ended as planned (done or interrupted).
+
+    Raises:
+        PeerLostError: another worker went away for no known reason; worth a restart.
+    """
+    attempt = int(place.target.call("status")["attempt"])
+    runner = _Attempt(spec, place, attempt)
+    try:
+        runner.run()
+    except PeerLostError:
+        if runner.verdict_known():
+            return False
+        raise
+    except Exception as error:  # whatever it is, it is told once, by the worker that met it
+        runner.fail(error)
+        return False
+    finally:
+        runner.close()
+    return True
+
+
+class _Attempt:
+    def __init__(self, spec: JobSpec, place: Place, attempt: int) -> None:
+        self._spec = spec
+        self._place = place
+        self._peers = place.peers
+        self._run = Storage.at(place.run_uri)
+        self._attempt = attempt
+        self._link: Link | None = None
+        self._feed: Feed | None = None
+        self._engine: StepEngine | FastEngine | None = None
+        self._step = 0
+
+    def run(self) -> None:
+        spec, place, peers = self._spec, self._place, self._peers
+        numerics.pin(spec)
+        device = place.devices[0]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        fingerprint = numerics.fingerprint(spec, device.type)
+        mixed = compare_fingerprints(spec, peers, fingerprint)
+        require_shared_storage(self._run, peers)
+        built = build(spec, load_workload(spec.workload, spec.args, place.search), device)
+        check_encodable(built.parts)
+        saved = self._resume(built)
+        self._step = saved.step
+        replicas = make_replicas(spec, built, place.devices, peers)
+        self._feed = Feed(
+            workload=built.workload,
+            dataset=built.dataset,
+            order=built.feed_order,
+            turns=turns_of(replicas),
+            seed=spec.seed,
+            start_step=saved.step,
+            end_step=built.end_step,
+            loader_processes=spec.loader_processes,
+            pin_memory=device.type == "cuda",
+        )
+        scaler = built.parts.scaler
+        scale: Callable[[torch.Tensor], torch.Tensor] = scaler.scale if scaler else _unscaled
+        exact = StepEngine(
+            spec=spec,
+            workload=built.workload,
+            replicas=replicas,
+            peers=peers,
+            group=place.group,
+            scale=scale,
+        )
+        self._engine = exact
+        state = live_digest(collect(built.parts, step=saved.step, extras={}).tensors)
+        formed = compare_canary(
+            spec, exact, peers, built.order, self._feed.take_apart, state
+        )
+        nominal = saved.nominal_weight or spec.nominal_weight
+        if nominal is None:
+            nominal = formed.canary.weight if formed.canary.own_weight else exact.nominal_weight
+        exact.nominal_weight = _positive(nominal)
+        if spec.reduction == "fast" and place.group is not None:
+            exact.close()
+            self._engine = FastEngine(
+                spec=spec, workload=built.workload, replica=replicas[0], peers=peers, scale=scale
+            )
+        self._begin(built, saved, fingerprint, mixed + formed.differing)
+        Loop(
+            spec=spec,
+            built=built,
+            engine=self._engine,
+            feed=self._feed,
+            peers=peers,
+            run=self._run,
+            target=place.target,
+            link=self._link,
+            attempt=self._attempt,
+            start=Saved(step=saved.step, nominal_weight=exact.nominal_weight),
+            numerics=fingerprint,
+            on_step=self._at,
+        ).train()
+
+    def close(self) -> None:
+        """Ends what the attempt started in this process."""
+        if self._link is not None:
+            self._link.close()
+        if self._feed is not None:
+            self._feed.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def verdict_known(self) -> bool:
+        """Whether another worker has told why the attempt failed, or soon does."""
+        deadline = time.monotonic() + VERDICT_WAIT_S
+        while time.monotonic() < deadline:
+            if self._place.target.call("verdict", self._attempt) is not None:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def fail(self, error: Exception) -> None:
+        """Tells the recorder: first the incident, then the verdict."""
+        import traceback
+
+        kind = type(error).__name__
+        message = str(error) if isinstance(error, SamestepError) else f"{kind}: {error}"
+        text = "".join(traceback.format_exception(error))
+        incident = Incident(
+            kind=_incident_kind(error),
+            step=self._step,
+            attempt=self._attempt,
+            world_rank=self._peers.world_rank,
+            host=os.uname().nodename,
+            time=time.time(),
+            message=message,
+            traceback=text,
+        )
+        status = int(error.exit_status) if isinstance(error, SamestepError) else 1
+        target = self._place.target
+        if self._link is not None:
+            try:
+                self._link.flush(FLUSH_S)
+            except SamestepError as late:
+                logger.warning("attempt=%s flush before failing: %s", self._attempt, late)
+        if _incident_kind(error) is not IncidentKind.DIVERGENCE or self._link is None:
+            target.call("record_incident", self._attempt, incident.to_json())
+        elif self._link.divergence is None:
+            target.call("record_incident", self._attempt, incident.to_json())
+        target.call("fail", self._attempt, f"{kind}:{status}", message)
+
+    def _at(self, step: int) -> None:
+        self._step = step
+
+    def _resume(self, built: Built) -> Saved:
+        """Restores the newest whole checkpoint that worker 0 sees, on every worker."""
+        message: dict[str, Any] = {}
+        chosen: State | None = None
+        if self._peers.world_rank == 0:
+            try:
+                chosen, message["damaged"] = self._choose()
+                message["step"] = chosen.step if chosen else None
+            except SamestepError as error:
+                self._peers.gather({"error": str(error)})()
+                raise
+        told = self._peers.gather(message)()[0]
+        if "error" in told:
+            raise PeerLostError(f"worker 0 can't resume: {told['error']}")
+        if told["step"] is None:
+            return Saved(step=0, nominal_weight=None)
+        if chosen is None:
+            chosen, _ = load_checkpoint(self._run, told["step"])
+        state, extras = chosen, chosen.extras
+        if extras["dataset_size"] != built.dataset_size:
+            raise RunConflictError(
+                f"the training data has {built.dataset_size} samples, the checkpoint at step "
+                f"{state.step} of {self._run.uri} was made with {extras['dataset_size']}: other "
+                "data is another run; give it another --name, or restore the data"
+            )
+        restore(state, built.parts)
+        return Saved(step=state.step, nominal_weight=extras["nominal_weight"])
+
+    def _choose(self) -> tuple[State | None, list[str]]:
+        found, rejected = newest_whole(self._run)
+        # One whose writer was killed has no manifest: it never was a checkpoint.
+        damaged = [item for item in rejected if not item.unfinished]
+        lines = []
+        for item in damaged:
+            incident = Incident(
+                kind=IncidentKind.DAMAGED_CHECKPOINT,
+                step=item.step,
+                attempt=self._attempt,
+                world_rank=0,
+                host=os.uname().nodename,
+                time=time.time(),
+                message=f"checkpoint at step {item.step} rejected: {item.reason}",
+                evidence=[set_aside(self._run, item) if found is not None else item.uri],
+            )
+            self._place.target.call("record_incident", self._attempt, incident.to_json())
+            lines.append(incident.message)
+        if found is None and damaged:
+            raise CheckpointError(
+                f"no checkpoint of {self._run.uri} is whole: " + "; ".join(lines) + "; nothing "
+                "was deleted. Start over from step 0 with --restart, or restore one of them"
+            )
+        return found.state if found else None, lines
+
+    def _begin(
+        self, built: Built, saved: Saved, fingerprint: dict[str, Any], mixed: list[str]
+    ) -> None:
+        hosts = [str(host) for host in self._peers.gather(os.uname().nodename)()]
+        message: dict[str, Any] = {}
+        if self._peers.world_rank == 0:
+            info = {
+                "start_step": saved.step,
+                "mode": self._place.mode,
+                "world_size": self._peers.world_size,
+                "numerics": fingerprint,
+                "hosts": hosts,
+                "devices": [str(device) for device in self._place.devices],
+                "total_steps": built.end_step,
+                "steps_per_epoch": built.order.steps_per_epoch,
+                "dataset_size": built.dataset_size,
+                "custom_order": built.custom_order,
+                "placement_dependent": mixed,
+            }
+            try:
+                message["attempt"] = self._place.target.call("begin_attempt", info)
+            except SamestepError as error:
+                self._peers.gather({"error": str(error)})()
+                raise
+        told = self._peers.gather(message)()[0]
+        if "error" in told:
+            raise PeerLostError(f"worker 0 can't begin an attempt: {told['error']}")
+        self._attempt = int(told["attempt"])
+        if self._peers.world_rank == 0:
+            self._link = Link(self._place.target, self._attempt, "0")
+        logger.info(
+            "attempt=%s step=%s world_rank=%s world_size=%s mode=%s begins",
+            self._attempt,
+            saved.step,
+            self._peers.world_rank,
+            self._peers.world_size,
+            self._place.mode,
+        )
+
+
+def verdict_outcome(verdict: dict[str, Any] | None) -> tuple[int, str] | None:
+    """(exit status, message) of a recorder's verdict."""
+    if verdict is None:
+        return None
+    _, _, status = str(verdict["kind"]).partition(":")
+    return int(status or 1), str(verdict["message"])
+
+
+def _incident_kind(error: Exception) -> IncidentKind:
+    from samestep.errors import DivergenceError
+
+    if isinstance(error, DivergenceError):
+        return IncidentKind.DIVERGENCE
+    if isinstance(error, CheckpointError):
+        return IncidentKind.DAMAGED_CHECKPOINT
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return IncidentKind.OUT_OF_MEMORY
+    return IncidentKind.EXCEPTION
+
+
+def _positive(nominal: float) -> float:
+    if nominal > 0:
+        return nominal
+    raise RunConflictError(
+        "shard 0 of step 0 has weight 0, so it can't tell the weight of a full shard: set "
+        "nominal_weight in the job file"
+    )
+
+
+def _unscaled(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+

@@ -1,0 +1,132 @@
+"""Batches of any nested type: walking their tensors, moving them, and what they must look like."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import WorkloadError
+
+ALIGNMENT_BYTES = 64
+
+Signature = dict[str, tuple[str, int]]
+"""(dtype, number of dimensions) of every tensor, by its path in the batch."""
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with every tensor replaced; types, keys and everything else stay."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        items = {key: map_tensors(value, function) for key, value in batch.items()}
+        if type(batch) is dict:
+            return items
+        made = _shallow_copy(batch)
+        made.update(items)
+        return made
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, function) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(value, function) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        made = _shallow_copy(batch)
+        for field in dataclasses.fields(batch):
+            value = map_tensors(getattr(batch, field.name), function)
+            object.__setattr__(made, field.name, value)
+        return made
+    return batch
+
+
+def tensors_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a batch with its path: "" for a bare one, "0", "image", "0.mask"."""
+    if isinstance(batch, Tensor):
+        yield path, batch
+        return
+    items: list[tuple[str, Any]] = []
+    if isinstance(batch, Mapping):
+        items = [(str(key), value) for key, value in batch.items()]
+    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        items = list(zip(batch._fields, batch, strict=True))
+    elif isinstance(batch, list | tuple):
+        items = [(str(index), value) for index, value in enumerate(batch)]
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        items = [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
+    for key, value in items:
+        yield from tensors_of(value, f"{path}.{key}" if path else key)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Moves a batch; on the CPU it makes sure that tensors start at a 64-byte boundary.
+
+    Operands at odd offsets (views, arrays from NumPy) may take another kernel, and whether they
+    lie so depends on the process that made them.
+    """
+
+    def move(tensor: Tensor) -> Tensor:
+        if device.type != "cpu":
+            return tensor.to(device, non_blocking=True)
+        return tensor.clone() if tensor.data_ptr() % ALIGNMENT_BYTES else tensor
+
+    return map_tensors(batch, move)
+
+
+def signature(batch: Any) -> Signature:
+    """What every later batch is compared with."""
+    return {path: (str(tensor.dtype), tensor.ndim) for path, tensor in tensors_of(batch)}
+
+
+def check_batch(
+    batch: Any,
+    expected: Signature,
+    dimensions: Mapping[str, Sequence[int | None]],
+    where: str,
+) -> None:
+    """Refuses a batch of another kind than the first.
+
+    Args:
+        batch: as collate made it.
+        expected: signature of the first shard of the run.
+        dimensions: declared dimensions by path; None is open.
+        where: names the step and shard in messages.
+
+    Raises:
+        WorkloadError: another dtype, rank, declared dimension, or set of tensors.
+    """
+    found = signature(batch)
+    if found != expected:
+        lines = [
+            f"{path or 'the batch'}: {_told(found.get(path))}, the first batch had "
+            f"{_told(expected.get(path))}"
+            for path in sorted({*found, *expected})
+            if found.get(path) != expected.get(path)
+        ]
+        raise WorkloadError(
+            f"the batch of {where} is of another kind than the first: " + "; ".join(lines)
+        )
+    for path, tensor in tensors_of(batch):
+        declared = dimensions.get(path)
+        if declared is None:
+            continue
+        fits = len(declared) == tensor.ndim and all(
+            want is None or want == have
+            for want, have in zip(declared, tensor.shape, strict=False)
+        )
+        if not fits:
+            raise WorkloadError(
+                f"the batch of {where} breaks the declared dimensions: {path or 'the batch'} has "
+                f"shape {tuple(tensor.shape)}, the workload declares {tuple(declared)}"
+            )
+
+
+def _told(entry: tuple[str, int] | None) -> str:
+    return "no tensor" if entry is None else f"{entry[0]} with {entry[1]} dimensions"
+
+
+def _shallow_copy(value: Any) -> Any:
+    import copy
+
+    return copy.copy(value)

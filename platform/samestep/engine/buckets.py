@@ -1,0 +1,337 @@
+"""Flat persistent gradient buckets: gradients are views of them, hooks say when one is done.
+
+Before a leaf the buffer is filled with -0.0, the identity of addition bit for bit (+0.0 is not:
+it turns -0.0 into +0.0). So autograd may accumulate in place, an absent leaf is -0.0, and nothing
+of the size of the gradients is allocated inside a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import NotExactError
+from samestep.exact.tree import LocalPlan
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+ALIGNMENT_BYTES = 64
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketLayout:
+    """Where each parameter's gradient lies in one bucket.
+
+    Attributes:
+        dtype: dtype of the sums.
+        parameters: indices into the trainable parameters.
+        offsets: start of each, in elements.
+        marks: start of the presence marks (last bucket only), one element per parameter.
+        numel: length in elements; the same slice length for every worker.
+    """
+
+    dtype: torch.dtype
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]
+    marks: int | None
+    numel: int
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that require a gradient, in order of registration, tied ones once."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def trainable_digest(parameters: NamedParameters) -> str:
+    """A short hash of what the buckets hold: names, shapes, strides, dtypes."""
+    text = repr([(n, tuple(p.shape), p.stride(), str(p.dtype)) for n, p in parameters])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def layout_buckets(
+    parameters: NamedParameters, *, world_size: int, reduce_dtype: torch.dtype | None
+) -> list[BucketLayout]:
+    """Cuts the trainable parameters into buckets of about 25 MB, the first one small.
+
+    Parameters go in reverse order of registration, since backward tends to finish the last ones
+    first. Only the padding at the end depends on the number of workers.
+
+    Raises:
+        NotExactError: a parameter that is not dense and non-overlapping.
+    """
+    _refuse_overlapping(parameters)
+    groups: list[tuple[torch.dtype, list[int]]] = []
+    filled: dict[torch.dtype, int] = {}
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index][1]
+        dtype = reduce_dtype or parameter.dtype
+        size = parameter.numel() * dtype.itemsize
+        current = next((g for g in reversed(groups) if g[0] == dtype), None)
+        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
+        if current is None or filled[dtype] + size > limit:
+            groups.append((dtype, [index]))
+            filled[dtype] = size
+        else:
+            current[1].append(index)
+            filled[dtype] += size
+    layouts = []
+    for number, (dtype, members) in enumerate(groups):
+        step = ALIGNMENT_BYTES // dtype.itemsize
+        offsets, end = [], 0
+        for index in members:
+            offsets.append(end)
+            end += -(-parameters[index][1].numel() // step) * step
+        marks = None
+        if number == len(groups) - 1:
+            marks, end = end, end + len(parameters)
+        unit = step * world_size
+        layouts.append(
+            BucketLayout(
+                dtype=dtype,
+                parameters=tuple(members),
+                offsets=tuple(offsets),
+                marks=marks,
+                numel=-(-end // unit) * unit,
+            )
+        )
+    return layouts
+
+
+class Buckets:
+    """The gradient buffers of one model replica, and the hooks that fill them.
+
+    One shard after another: `start_shard`, the workload's backward, `end_shard`; then `flush`.
+    A bucket of the last shard is complete as soon as its parameters are, while backward goes on.
+
+    Args:
+        parameters: the trainable parameters.
+        layouts: from `layout_buckets`.
+        plan: how the shards of this replica are summed.
+        on_complete: called with a bucket's number once its subtree sums are final.
+    """
+
+    def __init__(
+        self,
+        parameters: NamedParameters,
+        layouts: Sequence[BucketLayout],
+        plan: LocalPlan,
+        on_complete: Callable[[int], None],
+    ) -> None:
+        self.parameters = parameters
+        self.layouts = layouts
+        self.plan = plan
+        self._on_complete = on_complete
+        self._convert = any(
+            layout.dtype != parameters[i][1].dtype for layout in layouts for i in layout.parameters
+        )
+        device = parameters[0][1].device
+        num_buffers = plan.num_slots + 1
+        self._buffers = [
+            [torch.empty(layout.numel, dtype=layout.dtype, device=device) for _ in range(num_buffers)]
+            for layout in layouts
+        ]
+        self._views = [self._views_of(bucket) for bucket in range(len(layouts))]
+        self._bucket_of = {i: b for b, layout in enumerate(layouts) for i in layout.parameters}
+        self._place = {
+            i: place for layout in layouts for place, i in enumerate(layout.parameters)
+        }
+        # Which buffer plays which part: swapping numbers costs nothing, copying would.
+        self._active = [0] * len(layouts)
+        self._slots = [list(range(1, num_buffers)) for _ in layouts]
+        self._present = [False] * len(parameters)
+        self._fired = [False] * len(parameters)
+        self._remaining = [0] * len(layouts)
+        self._complete = [True] * len(layouts)
+        self._shard = -1
+        self._in_backward = self._dry = False
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook_of(i))
+            for i, (_, p) in enumerate(parameters)
+        ]
+
+    @property
+    def num_buffers(self) -> int:
+        """Gradient-sized buffers held, the active one included."""
+        return self.plan.num_slots + 1
+
+    def start_step(self) -> None:
+        """Forgets the step before."""
+        self._present = [False] * len(self.parameters)
+        self._complete = [False] * len(self.layouts)
+        self._shard = -1
+
+    def start_shard(self) -> None:
+        """Prepares the gradients for the next shard's backward, if it has one."""
+        self._shard += 1
+        self._fired = [False] * len(self.parameters)
+        self._remaining = [len(layout.parameters) for layout in self.layouts]
+        if self._shard == 0 or not self.plan.pushes[self._shard - 1].on_top:
+            for bucket in range(len(self.layouts)):
+                self.active(bucket).fill_(-0.0)
+        for bucket, layout in enumerate(self.layouts):
+            views = self._views[bucket][self._active[bucket]]
+            for place, index in enumerate(layout.parameters):
+                self.parameters[index][1].grad = None if self._convert else views[place]
+
+    def backward(self, loss: Tensor, *, dry: bool = False) -> None:
+        """Backward of the present shard; gradients land in the buckets.
+
+        Args:
+            loss: 0-dim.
+            dry: complete no bucket, whatever shard it is (for the canary).
+        """
+        self._in_backward, self._dry = True, dry
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._in_backward = False
+
+    def end_shard(self) -> None:
+        """Pushes the present shard's leaf, present or absent, into the partial sums."""
+        if self._shard + 1 < len(self.plan.pushes):
+            for bucket in range(len(self.layouts)):
+                self._push(bucket)
+
+    def flush(self) -> None:
+        """Completes what the last backward left: unused parameters, then the presence marks."""
+        for bucket in range(len(self.layouts)):
+            if not self._complete[bucket]:
+                self._finish(bucket)
+
+    def active(self, bucket: int) -> Tensor:
+        """The flat buffer that gradients are views of; after the exchange, the result."""
+        return self._buffers[bucket][self._active[bucket]]
+
+    def sums(self, bucket: int) -> list[tuple[tuple[int, int], Tensor]]:
+        """The subtree sums of a complete bucket: (node, flat tensor)."""
+        buffers, slots = self._buffers[bucket], self._slots[bucket]
+        return [
+            (node, self.active(bucket) if slot is None else buffers[slots[slot]])
+            for node, slot in zip(self.plan.nodes, self.plan.slots, strict=True)
+        ]
+
+    def publish(self) -> list[nn.Parameter]:
+        """After the exchange: points each `grad` at the result; None where no shard had one.
+
+        Returns:
+            The parameters that have a gradient.
+        """
+        last = self.layouts[-1]
+        assert last.marks is not None
+        start = last.marks
+        marks = self.active(len(self.layouts) - 1)[start : start + len(self.parameters)].tolist()
+        having = []
+        for index, (_, parameter) in enumerate(self.parameters):
+            if not marks[index] > 0:
+                parameter.grad = None
+                continue
+            bucket = self._bucket_of[index]
+            view = self._views[bucket][self._active[bucket]][self._place[index]]
+            parameter.grad = view.to(parameter.dtype) if self._convert else view
+            having.append(parameter)
+        return having
+
+    def digest_source(self) -> dict[str, Tensor]:
+        """The present leaf's gradients by parameter name, for comparing digests."""
+        return {
+            name: self._views[self._bucket_of[i]][self._active[self._bucket_of[i]]][self._place[i]]
+            for i, (name, _) in enumerate(self.parameters)
+        }
+
+    def close(self) -> None:
+        """Takes the hooks off and lets the gradients go."""
+        for handle in self._handles:
+            handle.remove()
+        for _, parameter in self.parameters:
+            parameter.grad = None
+
+    def _views_of(self, bucket: int) -> list[list[Tensor]]:
+        layout = self.layouts[bucket]
+        return [
+            [
+                # Strided as the parameter: channels_last keeps its layout.
+                buffer.as_strided(
+                    self.parameters[i][1].size(), self.parameters[i][1].stride(), offset
+                )
+                for i, offset in zip(layout.parameters, layout.offsets, strict=True)
+            ]
+            for buffer in self._buffers[bucket]
+        ]
+
+    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            self._accumulated(index, parameter)
+
+        return hook
+
+    def _accumulated(self, index: int, parameter: Tensor) -> None:
+        name = self.parameters[index][0]
+        if not self._in_backward:
+            raise NotExactError(
+                f"parameter {name} got a gradient outside of the step's backward: the loss method "
+                "must return the loss, not call backward() (torch.autograd.grad is fine)"
+            )
+        if self._fired[index]:
+            raise NotExactError(
+                f"parameter {name} got its gradient in several parts, so their sum would depend "
+                "on the shards before: use torch.utils.checkpoint with use_reentrant=False"
+            )
+        bucket = self._bucket_of[index]
+        view = self._views[bucket][self._active[bucket]][self._place[index]]
+        if self._convert:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = None
+        elif parameter.grad is not view:
+            raise NotExactError(
+                f"the gradient of {name} was replaced during backward; samestep can't keep the "
+                "bits with create_graph=True or hooks that set .grad"
+            )
+        self._fired[index] = self._present[index] = True
+        self._remaining[bucket] -= 1
+        is_last_shard = self._shard + 1 == len(self.plan.pushes) and not self._dry
+        # The last bucket carries the marks, which are known only after backward.
+        if is_last_shard and self._remaining[bucket] == 0 and self.layouts[bucket].marks is None:
+            self._finish(bucket)
+
+    def _finish(self, bucket: int) -> None:
+        marks = self.layouts[bucket].marks
+        if marks is not None:
+            values = torch.tensor([1.0 if present else -0.0 for present in self._present])
+            self.active(bucket)[marks : marks + len(values)] = values
+        self._push(bucket)
+        self._complete[bucket] = True
+        self._on_complete(bucket)
+
+    def _push(self, bucket: int) -> None:
+        push = self.plan.pushes[self._shard]
+        buffers, slots = self._buffers[bucket], self._slots[bucket]
+        active = self.active(bucket)
+        for slot in push.merge:
+            torch.add(buffers[slots[slot]], active, out=active)
+        if push.keep is not None:
+            self._active[bucket], slots[push.keep] = slots[push.keep], self._active[bucket]
+
+
+def _refuse_overlapping(parameters: NamedParameters) -> None:
+    for name, parameter in parameters:
+        expected = 1
+        strided = sorted(
+            (stride, size)
+            for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+            if size > 1
+        )
+        for stride, size in strided:
+            if stride != expected:
+                raise NotExactError(
+                    f"parameter {name} is not dense (shape {tuple(parameter.shape)}, strides "
+                    f"{parameter.stride()}): its gradient would overlap; make it contiguous with "
+                    "nn.Parameter(p.contiguous())"
+                )
+            expected *= size

@@ -1,0 +1,95 @@
+"""Evaluation: fixed batches cut from the data, each computed by one worker, summed exactly.
+
+Batches are never padded and no sample is taken twice; their shape does not depend on the number
+of workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from samestep.engine.batch import to_device
+from samestep.engine.buffers import BufferKeeper
+from samestep.engine.feed import Fetcher, require_map_style
+from samestep.engine.peers import Peers
+from samestep.engine.shard import autocast, in_user_code, metric_sums
+from samestep.errors import UserCodeError, WorkloadError
+from samestep.exact.seeds import Purpose, seed_everything
+from samestep.exact.sums import mean_of_sums
+from samestep.exact.tree import shard_range
+from samestep.spec import JobSpec
+from samestep.workload import Workload
+
+
+class Evaluation:
+    """The evaluation of one run.
+
+    Raises:
+        WorkloadError: the evaluation data is unusable, or `evaluate` is missing.
+    """
+
+    def __init__(self, spec: JobSpec, workload: Workload, dataset: Dataset[Any]) -> None:
+        self._spec = spec
+        self._workload = workload
+        self.size = require_map_style(dataset, "evaluation_data()")
+        if self.size == 0:
+            raise WorkloadError(
+                "evaluation_data() returned an empty dataset: return None for no evaluation"
+            )
+        if type(workload).evaluate is Workload.evaluate:
+            workload.evaluate(nn.Identity(), None)
+        self._batch_size = spec.evaluate.batch_size or -(-spec.batch_size // spec.shards)
+        self._fetcher = Fetcher(workload, dataset, spec.seed)
+
+    def run(
+        self, model: nn.Module, peers: Peers, *, step: int, device: torch.device
+    ) -> dict[str, float]:
+        """Metrics over all evaluation samples, the same on every worker.
+
+        The model is in eval mode meanwhile; its modes and buffers are as before afterwards.
+        """
+        starts = range(0, self.size, self._batch_size)
+        mine = shard_range(len(starts), peers.world_size, peers.world_rank)
+        modes = [(module, module.training) for module in model.modules()]
+        keeper = BufferKeeper(model)
+        keeper.start_step()
+        model.eval()
+        try:
+            with torch.no_grad():
+                sums = {str(b): self._batch(model, b, starts[b], step, device) for b in mine}
+        finally:
+            keeper.start_shard()
+            for module, training in modes:
+                module.training = training
+        merged: dict[str, list[tuple[float, float]]] = {}
+        for message in peers.gather(sums)():
+            for metrics in message.values():
+                for name, (total, count) in metrics.items():
+                    merged.setdefault(name, []).append((total, count))
+        return {name: mean_of_sums(terms) for name, terms in sorted(merged.items())}
+
+    def _batch(
+        self, model: nn.Module, number: int, start: int, step: int, device: torch.device
+    ) -> dict[str, tuple[float, float]]:
+        seed = self._spec.seed
+        ids = range(start, min(start + self._batch_size, self.size))
+        where = f"evaluation batch {number} after step {step}"
+        fetched = self._fetcher.fetch(
+            ids,
+            [(Purpose.EVALUATION, 0, index) for index in ids],
+            (Purpose.EVALUATION, 1, number),
+            where,
+        )
+        if fetched.error is not None:
+            raise UserCodeError(fetched.error)
+        batch = to_device(fetched.batch, device)
+        seed_everything(seed, Purpose.EVALUATION, 2, step, number, device=device)
+        with autocast(self._spec, device):
+            metrics = in_user_code(
+                lambda: self._workload.evaluate(model, batch), f"evaluate of {where}"
+            )
+        return metric_sums(metrics, float(len(ids)), f"{type(self._workload).__name__}.evaluate")

@@ -1,0 +1,204 @@
+"""Batches for this process's shards, in order, from the main process or loader processes.
+
+An item's random transforms are keyed by its position in the epoch, a collate by step and shard,
+and both run under one intra-op thread wherever they run: so the number of loader processes does
+not matter, and what was prefetched is no part of the position.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from samestep.engine.batch import Signature, check_batch, signature, to_device
+from samestep.errors import PeerLostError, UserCodeError, WorkloadError
+from samestep.exact.order import Order, ShardPlan
+from samestep.exact.seeds import Purpose, seed_everything
+from samestep.workload import Workload
+
+PREFETCH_BATCHES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """A batch, or why there is none (exceptions need not pickle)."""
+
+    batch: Any = None
+    error: str | None = None
+
+
+class Fetcher(Dataset[Fetched]):
+    """Makes the batch of a shard; used in the main process and in loader processes alike."""
+
+    def __init__(self, workload: Workload, dataset: Dataset[Any], seed: int) -> None:
+        self._workload = workload
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, plan: ShardPlan) -> Fetched:
+        return self.fetch(
+            plan.ids,
+            [(Purpose.ITEM, plan.epoch, position) for position in plan.positions],
+            (Purpose.COLLATE, plan.step, plan.shard),
+            f"step {plan.step}, shard {plan.shard}",
+        )
+
+    def fetch(
+        self,
+        ids: Sequence[int],
+        item_keys: Sequence[tuple[Any, ...]],
+        collate_key: tuple[Any, ...],
+        where: str,
+    ) -> Fetched:
+        """Reads the samples one by one (`__getitems__` would go round their seeds), and collates."""
+        threads = torch.get_num_threads()
+        if threads != 1:
+            torch.set_num_threads(1)
+        what = ""
+        try:
+            samples = []
+            for index, key in zip(ids, item_keys, strict=True):
+                what = f"reading sample {index} ({where})"
+                seed_everything(self._seed, *key)
+                samples.append(self._dataset[index])
+            what = f"collate ({where}, samples {list(ids)})"
+            seed_everything(self._seed, *collate_key)
+            return Fetched(batch=self._workload.collate(samples))
+        except Exception as error:  # the user's own code: told whole, in whichever process
+            text = "".join(traceback.format_exception(error))
+            return Fetched(error=f"{what} raised {type(error).__name__}: {error}\n{text}")
+        finally:
+            if threads != 1:
+                torch.set_num_threads(threads)
+
+
+class Feed:
+    """Hands out batches in the order in which the step engine asks for them.
+
+    Args:
+        workload: for collate and the declared dimensions.
+        dataset: the training data.
+        order: a copy of the run's order, used for prefetching only.
+        turns: this process's shards in the order of a step.
+        seed: the job's.
+        start_step: first step to feed.
+        end_step: one past the last.
+        loader_processes: processes that load; 0 loads in the main process.
+        pin_memory: for copies to a GPU.
+    """
+
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        dataset: Dataset[Any],
+        order: Order,
+        turns: Sequence[int],
+        seed: int,
+        start_step: int,
+        end_step: int,
+        loader_processes: int,
+        pin_memory: bool,
+    ) -> None:
+        self.fetcher = Fetcher(workload, dataset, seed)
+        self._workload = workload
+        self.expected: Signature | None = None
+        self._iterator: Iterator[Fetched] | None = None
+        if loader_processes:
+            loader = DataLoader(
+                self.fetcher,
+                batch_size=None,
+                sampler=_Plans(order, turns, start_step, end_step),
+                num_workers=loader_processes,
+                collate_fn=_as_it_is,
+                pin_memory=pin_memory,
+                prefetch_factor=PREFETCH_BATCHES,
+                multiprocessing_context="fork",
+                # Keeps the loader from drawing its base seed from the global generator.
+                generator=torch.Generator(),
+            )
+            self._iterator = iter(loader)
+
+    def take(self, plan: ShardPlan, device: torch.device) -> Any:
+        """The batch of the next shard, on the device.
+
+        Raises:
+            UserCodeError: the dataset or collate raised.
+            WorkloadError: the batch is of another kind than the first.
+            PeerLostError: a loader process died.
+        """
+        if self._iterator is None:
+            return self._checked(self.fetcher[plan], plan, device)
+        try:
+            fetched = next(self._iterator)
+        except RuntimeError as error:
+            raise PeerLostError(f"a loader process of this worker died: {error}") from error
+        return self._checked(fetched, plan, device)
+
+    def take_apart(self, plan: ShardPlan, device: torch.device) -> Any:
+        """A batch outside of the order (the canary's), loaded in the main process."""
+        return self._checked(self.fetcher[plan], plan, device)
+
+    def close(self) -> None:
+        """Ends the loader processes."""
+        self._iterator = None
+
+    def _checked(self, fetched: Fetched, plan: ShardPlan, device: torch.device) -> Any:
+        if fetched.error is not None:
+            raise UserCodeError(fetched.error)
+        if self.expected is None:
+            self.expected = signature(fetched.batch)
+        check_batch(
+            fetched.batch,
+            self.expected,
+            self._workload.dimensions,
+            f"step {plan.step}, shard {plan.shard}",
+        )
+        return to_device(fetched.batch, device)
+
+
+def require_map_style(dataset: Any, method: str) -> int:
+    """The number of samples of a map-style dataset.
+
+    Raises:
+        WorkloadError: an iterable dataset, or one without length or access by index.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise WorkloadError(
+            f"{method} returned {type(dataset).__name__}, an IterableDataset: which samples a "
+            "step takes could not be told from its number. Give a map-style dataset (__len__ and "
+            "__getitem__), for example one that keeps byte offsets of its records"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise WorkloadError(
+            f"{method} must return a map-style dataset with __len__ and __getitem__, got "
+            f"{type(dataset).__name__}"
+        )
+    return len(dataset)
+
+
+class _Plans:
+    """The plans of this process's shards, lazily, over steps and epochs."""
+
+    def __init__(self, order: Order, turns: Sequence[int], start: int, stop: int) -> None:
+        self._order, self._turns, self._steps = order, turns, range(start, stop)
+
+    def __iter__(self) -> Iterator[ShardPlan]:
+        for step in self._steps:
+            plans = self._order.shards_of(step)
+            yield from (plans[shard] for shard in self._turns if plans[shard].ids)
+
+    def __len__(self) -> int:
+        return len(self._steps) * len(self._turns)
+
+
+def _as_it_is(fetched: Fetched) -> Fetched:
+    return fetched
+
+
+TakeApart = Callable[[ShardPlan, torch.device], Any]

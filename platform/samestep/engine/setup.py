@@ -1,0 +1,208 @@
+"""Builds a workload's parts in one process, each under a random stream of its own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from samestep.checkpoint.state import Parts
+from samestep.checkpoint.storage import Storage
+from samestep.engine.buffers import BufferKeeper
+from samestep.engine.evaluate import Evaluation
+from samestep.engine.feed import require_map_style
+from samestep.engine.peers import Peers
+from samestep.engine.shard import in_user_code, refuse_inexact
+from samestep.engine.step import Replica
+from samestep.engine.update import make_scaler
+from samestep.errors import StorageError, WorkloadError
+from samestep.exact.order import Order
+from samestep.exact.seeds import Purpose, seed_everything
+from samestep.exact.tree import shard_range
+from samestep.spec import JobSpec
+from samestep.workload import Workload
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What a workload gave, ready to train or to restore a state into.
+
+    Attributes:
+        dataset: the training data, of `dataset_size` samples.
+        custom_order: the workload gives its own order.
+        end_step: number of steps of the whole run.
+    """
+
+    workload: Workload
+    parts: Parts
+    dataset: Dataset[Any]
+    dataset_size: int
+    custom_order: bool
+    order: Order
+    feed_order: Order
+    evaluation: Evaluation | None
+    end_step: int
+
+
+def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
+    """Calls the workload's methods and checks what they return.
+
+    Raises:
+        UserCodeError: one of them raised.
+        WorkloadError: one of them returned something unusable.
+        NotExactError: the model or the optimizer can't keep the bits.
+    """
+
+    def made(number: int, method: str, function: Callable[[], T]) -> T:
+        seed_everything(spec.seed, Purpose.INIT, number, device=device)
+        return in_user_code(function, f"{type(workload).__name__}.{method}")
+
+    model = made(0, "model()", workload.model)
+    _require(model, nn.Module, "model()")
+    model = strip_compiled(model).to(device)
+    dataset = made(1, "data()", workload.data)
+    dataset_size = require_map_style(dataset, "data()")
+    custom_order = type(workload).order is not Workload.order
+    make_order = partial(
+        Order,
+        dataset_size=dataset_size,
+        batch_size=spec.batch_size,
+        shards=spec.shards,
+        drop_last=spec.drop_last,
+        seed=spec.seed,
+        epoch_order=workload.order if custom_order else None,
+    )
+    order = in_user_code(make_order, f"{type(workload).__name__}.order")
+    optimizer = made(2, "optimizer()", lambda: workload.optimizer(model))
+    _require(optimizer, Optimizer, "optimizer()")
+    refuse_inexact(model, optimizer)
+    scheduler = made(3, "scheduler()", lambda: workload.scheduler(optimizer))
+    if scheduler is not None:
+        _require(scheduler, LRScheduler, "scheduler()")
+    evaluation_data = made(4, "evaluation_data()", workload.evaluation_data)
+    evaluation = None
+    if evaluation_data is not None:
+        evaluation = Evaluation(spec, workload, evaluation_data)
+    return Built(
+        workload=workload,
+        parts=Parts(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=make_scaler(spec, device),
+        ),
+        dataset=dataset,
+        dataset_size=dataset_size,
+        custom_order=custom_order,
+        order=order,
+        feed_order=make_order(),
+        evaluation=evaluation,
+        end_step=spec.max_steps or (spec.epochs or 0) * order.steps_per_epoch,
+    )
+
+
+def make_replicas(
+    spec: JobSpec, built: Built, devices: list[torch.device], peers: Peers
+) -> list[Replica]:
+    """One replica per device; the first holds the model that is trained."""
+    if len(devices) > 1:
+        ranges = [shard_range(spec.shards, len(devices), place) for place in range(len(devices))]
+    else:
+        ranges = [shard_range(spec.shards, peers.world_size, peers.world_rank)]
+    replicas = []
+    for device, shards in zip(devices, ranges, strict=True):
+        model = built.parts.model
+        if replicas:
+            model = copy.deepcopy(model).to(device)
+        replicas.append(
+            Replica(
+                device=device,
+                model=model,
+                shards=shards,
+                loss_of=partial(built.workload.loss, model),
+                keeper=BufferKeeper(model),
+            )
+        )
+    return [replica for replica in replicas if len(replica.shards)]
+
+
+def turns_of(replicas: list[Replica]) -> list[int]:
+    """The shards of a process in the order in which a step computes them."""
+    rounds = max(len(replica.shards) for replica in replicas)
+    return [
+        replica.shards[turn]
+        for turn in range(rounds)
+        for replica in replicas
+        if turn < len(replica.shards)
+    ]
+
+
+def strip_compiled(model: nn.Module) -> nn.Module:
+    """Refuses a model compiled for dynamic shapes by leaving no way to recompile into one.
+
+    A compiled model must fail rather than fall back to eager (other bits) when it has seen too
+    many shapes.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise WorkloadError(
+            "model() returned a model wrapped by torch.compile, which would put _orig_mod. before "
+            "every key of a checkpoint: call model.compile(dynamic=False) on the module instead"
+        )
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        import torch._dynamo.config as dynamo
+
+        dynamo.fail_on_recompile_limit_hit = True
+        dynamo.automatic_dynamic_shapes = False
+    return model
+
+
+def require_shared_storage(run: Storage, peers: Peers) -> None:
+    """Each worker writes a probe that every other must see.
+
+    Raises:
+        StorageError: names the worker whose probe is not seen, and by whom.
+    """
+    if peers.world_size == 1:
+        return
+    token = str(peers.gather(uuid.uuid4().hex)()[0])
+    host = os.uname().nodename
+    failure = ""
+    try:
+        run.write(f"probes/{token}-{peers.world_rank}", host.encode())
+    except StorageError as error:
+        failure = str(error)
+    failures = peers.gather(failure)()
+    seen = set(run.list("probes")) if not failure else set()
+    missing = [
+        rank for rank in range(peers.world_size) if f"{token}-{rank}" not in seen and not failure
+    ]
+    blind = peers.gather(missing)()
+    if peers.world_rank == 0 and not failure:
+        run.delete("probes")
+    for rank, text in enumerate(failures):
+        if text:
+            raise StorageError(f"worker {rank} can't write the run directory: {text}")
+    for rank, ranks in enumerate(blind):
+        if ranks:
+            raise StorageError(
+                f"worker {rank} on {host if rank == peers.world_rank else 'its node'} does not "
+                f"see what worker {ranks[0]} wrote to {run.uri}: storage must be a file system "
+                "that all nodes share (NFS, s3://, gs://); set storage: in the job file"
+            )
+
+
+def _require(value: object, kind: type, method: str) -> None:
+    if not isinstance(value, kind):
+        raise WorkloadError(f"{method} must return a {kind.__name__}, got {type(value).__name__}")

@@ -1,0 +1,370 @@
+"""The one step function: shards forward and backward, small talk, the reduction.
+
+A mode only decides which replicas a process has and how sums meet; everything else is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.engine.buckets import Buckets, layout_buckets, trainable, trainable_digest
+from samestep.engine.buffers import BufferKeeper
+from samestep.engine.exchange import Collective, Exchange, OneProcess, Pairwise, Traffic
+from samestep.engine.peers import Peers
+from samestep.engine.shard import ShardResult, forward_shard, in_user_code
+from samestep.errors import NotExactError, PeerLostError, SamestepError, WorkloadError
+from samestep.exact.digest import live_digest
+from samestep.exact.order import ShardPlan
+from samestep.exact.sums import exact_sum, mean_of_sums, weighted_mean
+from samestep.exact.tree import local_plan, shard_range
+from samestep.spec import JobSpec
+from samestep.workload import Loss, Workload
+
+TakeBatch = Callable[[ShardPlan, torch.device], Any]
+
+
+@dataclass(kw_only=True)
+class Replica:
+    """A model on one device and the contiguous shards it computes."""
+
+    device: torch.device
+    model: nn.Module
+    shards: range
+    loss_of: Callable[[Any], Tensor | Loss]
+    keeper: BufferKeeper
+    buckets: Buckets = field(init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """What a step came to, the same on every worker.
+
+    Attributes:
+        loss: weighted mean of the shards' losses, float64; NaN if no shard had weight.
+        shard_losses: by shard; None where absent.
+        shard_weights: by shard; 0 where absent.
+        metrics: means over the step by name.
+        flag: the largest flag any worker gave.
+        parameters: those that have a gradient, on this process's first replica.
+        traffic: what this worker's exchange did.
+    """
+
+    loss: float
+    shard_losses: list[float | None]
+    shard_weights: list[float]
+    metrics: dict[str, float]
+    flag: int
+    parameters: list[nn.Parameter]
+    traffic: Traffic
+
+    @property
+    def is_empty(self) -> bool:
+        """No shard had weight: there is nothing to update by."""
+        return not any(self.shard_weights)
+
+
+class StepEngine:
+    """Computes and reduces gradients.
+
+    Args:
+        spec: the job.
+        workload: the user's.
+        replicas: one, or one per device in mode dataparallel (then there are no peers).
+        peers: the other workers.
+        group: process group for gradients; None for one worker.
+        scale: applied to each shard's weighted loss before backward (loss scaling).
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        workload: Workload,
+        replicas: list[Replica],
+        peers: Peers,
+        group: dist.ProcessGroup | None,
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> None:
+        self._spec = spec
+        self._workload = workload
+        self.replicas = replicas
+        self._peers = peers
+        self._group = group
+        self._scale = scale
+        self.nominal_weight = float(-(-spec.batch_size // spec.shards))
+        self.exchange: Exchange
+        self._build()
+
+    @property
+    def main(self) -> Replica:
+        """The replica whose state is the run's."""
+        return self.replicas[0]
+
+    def close(self) -> None:
+        """Takes hooks and gradients off the models."""
+        for replica in self.replicas:
+            replica.buckets.close()
+
+    def compute(self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int) -> Reduced:
+        """Forward and backward of this process's shards, and the reduction over all.
+
+        Afterwards the main replica's parameters have the step's gradients (None where no shard
+        had one) and its buffers are those after the step; nothing is updated yet.
+        """
+        if self._flags() != self._trainable_flags:
+            for replica in self.replicas[1:]:
+                _copy_flags(self.main.model, replica.model)
+            self.close()
+            self._build()
+        self.exchange.post()
+        for replica in self.replicas:
+            replica.buckets.start_step()
+            replica.keeper.start_step()
+        results: dict[int, ShardResult] = {}
+        rounds = max(len(replica.shards) for replica in self.replicas)
+        turns = [
+            (replica, replica.shards[turn])
+            for turn in range(rounds)
+            for replica in self.replicas
+            if turn < len(replica.shards)
+        ]
+        talk: Callable[[], list[Any]] | None = None
+        for number, (replica, shard) in enumerate(turns):
+            result = None
+            replica.buckets.start_shard()
+            try:
+                if plans[shard].ids:
+                    result = self._forward(replica, plans[shard], take, results)
+            except SamestepError as error:
+                # The others are waiting for the small talk: they learn of it there.
+                self._peers.gather({"error": f"{type(error).__name__}: {error}"})()
+                raise
+            if number + 1 == len(turns):
+                talk = self._peers.gather(self._message(flag, results))
+            if result is not None and result.weight > 0:
+                self._backward(replica, result, step, shard)
+            replica.buckets.end_shard()
+        for replica in self.replicas:
+            replica.buckets.flush()
+        assert talk is not None
+        return self._reduce(step, self._checked(talk(), step))
+
+    def _forward(
+        self,
+        replica: Replica,
+        plan: ShardPlan,
+        take: TakeBatch,
+        results: dict[int, ShardResult],
+    ) -> ShardResult:
+        batch = take(plan, replica.device)
+        replica.keeper.start_shard()
+        result = forward_shard(
+            self._spec,
+            self._workload,
+            replica.loss_of,
+            batch,
+            step=plan.step,
+            shard=plan.shard,
+            num_samples=len(plan.ids),
+            device=replica.device,
+        )
+        if self._flags(replica.model) != self._trainable_flags:
+            raise WorkloadError(
+                f"requires_grad of a parameter changed during the forward of step {plan.step}, "
+                f"shard {plan.shard}: freeze and unfreeze in before_step(model, step), so that "
+                "every worker does it at the same step"
+            )
+        first_here = not any(results[s].weight > 0 for s in replica.shards if s in results)
+        if result.weight > 0 and first_here:
+            replica.keeper.keep()
+        results[plan.shard] = result
+        return result
+
+    def _backward(self, replica: Replica, result: ShardResult, step: int, shard: int) -> None:
+        # Equal shards multiply by exactly 1, and fp16 does not overflow.
+        leaf = self._scale(result.loss * (result.weight / self.nominal_weight))
+        in_user_code(
+            lambda: replica.buckets.backward(leaf), f"backward of step {step}, shard {shard}"
+        )
+
+    def _message(self, flag: int, results: dict[int, ShardResult]) -> dict[str, Any]:
+        return {
+            "trainable": self._digest,
+            "flag": flag,
+            "shards": {
+                str(shard): [result.loss_value, result.weight, result.metrics]
+                for shard, result in results.items()
+            },
+        }
+
+    def _checked(self, messages: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+        for rank, message in enumerate(messages):
+            if "error" in message:
+                raise PeerLostError(f"worker {rank} failed at step {step}: {message['error']}")
+        sets = {message["trainable"] for message in messages}
+        if len(sets) > 1:
+            raise WorkloadError(
+                f"the parameters that require a gradient differ between workers at step {step}: "
+                + ", ".join(f"worker {r}: {m['trainable']}" for r, m in enumerate(messages))
+                + "; freeze and unfreeze as a function of the step alone (before_step)"
+            )
+        return messages
+
+    def _reduce(self, step: int, messages: list[dict[str, Any]]) -> Reduced:
+        spec = self._spec
+        losses: list[float | None] = [None] * spec.shards
+        weights = [0.0] * spec.shards
+        metrics: dict[str, list[tuple[float, float]]] = {}
+        for message in messages:
+            for key, (loss, weight, sums) in message["shards"].items():
+                if weight > 0:
+                    losses[int(key)], weights[int(key)] = loss, weight
+                    for name, (total, count) in sums.items():
+                        metrics.setdefault(name, []).append((total, count))
+        total = exact_sum(weights)
+        self.exchange.complete(total / self.nominal_weight if total else 1.0)
+        self._settle_buffers(weights)
+        parameters = self.main.buckets.publish() if total else []
+        return Reduced(
+            loss=weighted_mean(
+                (loss, w) for loss, w in zip(losses, weights, strict=True) if loss is not None
+            ),
+            shard_losses=losses,
+            shard_weights=weights,
+            metrics={name: mean_of_sums(sums) for name, sums in sorted(metrics.items())},
+            flag=max(message["flag"] for message in messages),
+            parameters=parameters,
+            traffic=self.exchange.traffic,
+        )
+
+    def _settle_buffers(self, weights: list[float]) -> None:
+        first = next((shard for shard, weight in enumerate(weights) if weight > 0), None)
+        if first is None:
+            for replica in self.replicas:
+                replica.keeper.start_shard()
+            return
+        owner = next(
+            rank
+            for rank in range(self._peers.world_size)
+            if first in shard_range(self._spec.shards, self._peers.world_size, rank)
+        )
+        for replica in self.replicas[1:]:
+            if first in replica.shards:
+                self.main.keeper.take_over(replica.keeper)
+        self.main.keeper.end_step(self._peers, owner)
+
+    def restore_buffers(self) -> None:
+        """Puts the buffers back to before the step (a step that is left out)."""
+        self.main.keeper.start_shard()
+
+    def sync_replicas(self) -> None:
+        """After the update: every other replica takes the main one's parameters and buffers."""
+        source = self.main.model
+        for replica in self.replicas[1:]:
+            with torch.no_grad():
+                for ours, theirs in zip(
+                    source.parameters(), replica.model.parameters(), strict=True
+                ):
+                    theirs.copy_(ours, non_blocking=True)
+                for ours_b, theirs_b in zip(
+                    self.main.keeper.live, replica.keeper.live, strict=True
+                ):
+                    assert ours_b is not None and theirs_b is not None
+                    theirs_b.copy_(ours_b, non_blocking=True)
+
+    def probe(self, plan: ShardPlan, take: TakeBatch) -> list[tuple[str, ShardResult]]:
+        """Computes one shard on every replica, and leaves no trace: the canary.
+
+        Returns:
+            Per replica a digest of loss and gradients, and the shard's result.
+        """
+        found = []
+        for replica in self.replicas:
+            replica.buckets.start_step()
+            replica.keeper.start_step()
+            replica.buckets.start_shard()
+            before = live_digest(dict(replica.model.named_parameters()))
+            handles = [
+                p.register_hook(_refuse_sparse(name)) for name, p in replica.buckets.parameters
+            ]
+            try:
+                result = self._forward(replica, plan, take, {})
+                in_user_code(
+                    lambda r=replica, leaf=result.loss: r.buckets.backward(leaf, dry=True),  # type: ignore[misc]
+                    "backward of the canary (step 0, shard 0)",
+                )
+            finally:
+                for handle in handles:
+                    handle.remove()
+                replica.keeper.start_shard()
+            if live_digest(dict(replica.model.named_parameters())) != before:
+                raise NotExactError(
+                    "parameters changed during forward or backward, before the update of the "
+                    "step: update them in the optimizer only"
+                )
+            digest = live_digest(
+                {**replica.buckets.digest_source(), "loss": result.loss.detach().reshape(1)}
+            )
+            found.append((digest, result))
+        return found
+
+    @property
+    def layout_digest(self) -> str:
+        """Hash of the trainable parameters and of what the buckets hold of them."""
+        return self._digest
+
+    def _flags(self, model: nn.Module | None = None) -> tuple[bool, ...]:
+        return tuple(p.requires_grad for p in (model or self.main.model).parameters())
+
+    def _build(self) -> None:
+        spec, world_size = self._spec, self._peers.world_size
+        reduce_dtype = torch.float32 if spec.reduce_dtype else None
+        self._trainable_flags = self._flags()
+        for replica in self.replicas:
+            parameters = trainable(replica.model)
+            if not parameters:
+                raise WorkloadError(
+                    "no parameter requires a gradient any more: nothing to train; unfreeze one "
+                    "in before_step, or end the run before"
+                )
+            layouts = layout_buckets(
+                parameters, world_size=world_size, reduce_dtype=reduce_dtype
+            )
+            converts = reduce_dtype is not None and any(
+                p.dtype != reduce_dtype for _, p in parameters
+            )
+            replica.buckets = Buckets(
+                parameters,
+                layouts,
+                local_plan(replica.shards, pairs_in_place=not converts),
+                lambda bucket: self.exchange.send(bucket),
+            )
+        self._digest = trainable_digest(self.main.buckets.parameters)
+        if self._group is None:
+            self.exchange = OneProcess([r.buckets for r in self.replicas], spec.shards)
+        elif self.main.device.type == "cpu":
+            self.exchange = Pairwise(self.main.buckets, spec.shards, self._group)
+        else:
+            self.exchange = Collective(self.main.buckets, spec.shards, self._group)
+
+
+def _copy_flags(source: nn.Module, target: nn.Module) -> None:
+    for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
+        theirs.requires_grad_(ours.requires_grad)
+
+
+def _refuse_sparse(name: str) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise NotExactError(
+                f"the gradient of {name} is sparse ({gradient.layout}): make it dense "
+                "(sparse=False, or grad.to_dense() in a hook of yours)"
+            )
+
+    return hook

@@ -1,0 +1,96 @@
+"""The update: unscaling, clipping, optimizer, scheduler; replicated on every worker, no talking.
+
+What happens on a step that is left out (no weight, or an overflow under loss scaling) is defined
+here once: the optimizer does not act, the scheduler and the position go on, and the scaler does
+as torch's GradScaler does.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from samestep.checkpoint.state import Parts
+from samestep.exact.seeds import Purpose, seed_everything
+from samestep.spec import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """What the update did.
+
+    Attributes:
+        grad_norm: global L2 norm of the unscaled gradient before clipping; NaN without one.
+        learning_rates: of each parameter group, as used in this step.
+        skipped: the optimizer did not act.
+    """
+
+    grad_norm: float
+    learning_rates: list[float]
+    skipped: bool
+
+
+def make_scaler(spec: JobSpec, device: torch.device) -> torch.amp.GradScaler | None:
+    """The loss scaler of `precision: fp16`."""
+    if spec.precision != "fp16":
+        return None
+    settings = spec.scaler
+    scaler = torch.amp.GradScaler(
+        device.type,
+        init_scale=settings.init_scale,
+        growth_factor=settings.growth_factor,
+        backoff_factor=settings.backoff_factor,
+        growth_interval=settings.growth_interval,
+    )
+    # Makes its tensors now: an idle worker scales no loss, and unscaling needs them.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
+
+
+def apply_update(
+    spec: JobSpec, parts: Parts, parameters: list[nn.Parameter], *, step: int, device: torch.device
+) -> Updated:
+    """Updates the model by the reduced gradient.
+
+    Args:
+        spec: the job.
+        parts: model, optimizer, scheduler, scaler.
+        parameters: those that have a gradient.
+        step: global step; keys the optimizer's own draws.
+        device: of the parameters.
+    """
+    learning_rates = [float(group["lr"]) for group in parts.optimizer.param_groups if "lr" in group]
+    grad_norm, skipped = math.nan, not parameters
+    if parameters:
+        scaler = parts.scaler
+        if scaler is not None:
+            scaler.unscale_(parts.optimizer)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = global_norm(gradients)
+        if spec.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, spec.clip_norm, norm)
+        seed_everything(spec.seed, Purpose.OPTIMIZER, step, device=device)
+        if scaler is None:
+            parts.optimizer.step()
+        else:
+            scale = scaler.get_scale()
+            scaler.step(parts.optimizer)
+            scaler.update()
+            skipped = scaler.get_scale() < scale
+        grad_norm = float(norm)
+    if parts.scheduler is not None:
+        with warnings.catch_warnings():
+            # A skipped first step makes torch warn that the scheduler came before the optimizer.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+            parts.scheduler.step()
+    return Updated(grad_norm=grad_norm, learning_rates=learning_rates, skipped=skipped)
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm per parameter, then over parameters, 0-dim; never per bucket."""
+    norms = torch._foreach_norm(gradients)
+    return torch.linalg.vector_norm(torch.stack([norm.to(torch.float32) for norm in norms]))

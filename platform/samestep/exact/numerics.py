@@ -1,0 +1,197 @@
+"""What can change bits beside the job itself: pinning it, and a fingerprint to compare it by.
+
+The environment must be set before torch is loaded, so `environment` needs no torch; `pin` is
+called in every thread that computes (intra-op threads are counted per thread).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+from samestep.spec import JobSpec
+
+BINDING = "binding"
+INFORMATIONAL = "informational"
+
+_CAPABILITY = {
+    None: {},
+    "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+}
+_MKL_BRANCH = {None: "AUTO", "default": "COMPATIBLE", "avx2": "AVX2", "avx512": "AVX512"}
+
+
+def environment(spec: JobSpec) -> dict[str, str]:
+    """Variables that must be in force before torch is loaded.
+
+    MKL_CBWR makes matrix products independent of the alignment of their operands.
+    """
+    threads = str(spec.threads)
+    capability = spec.numerics.cpu_capability
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "MKL_CBWR": _MKL_BRANCH[capability],
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        **_CAPABILITY[capability],
+    }
+
+
+def settings_not_in_force(spec: JobSpec) -> list[str]:
+    """Variables of `environment` that this process did not have, one line each.
+
+    Where torch is already loaded (a notebook) they come too late.
+    """
+    effect = {
+        "MKL_CBWR": "matrix products may depend on the alignment of their operands",
+        "CUBLAS_WORKSPACE_CONFIG": "cuBLAS may choose another algorithm from call to call",
+        "ATEN_CPU_CAPABILITY": "torch uses the widest vector instructions there are",
+        "ONEDNN_MAX_CPU_ISA": "oneDNN uses the widest vector instructions there are",
+    }
+    return [
+        f"{name}={value} is not set in this process, and torch is already loaded: {effect[name]}"
+        for name, value in environment(spec).items()
+        if name in effect and os.environ.get(name) != value
+    ]
+
+
+def pin(spec: JobSpec) -> None:
+    """Pins torch's global settings; call it in every thread that computes."""
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    torch.use_deterministic_algorithms(True)
+    # Filling every fresh tensor would hide a read of uninitialised memory at the price of a
+    # pass over memory per operation; the digests find such a read instead.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = spec.numerics.tf32
+    torch.backends.cuda.matmul.allow_tf32 = spec.numerics.tf32
+
+
+class GlobalsKept:
+    """Remembers torch's global settings and puts them back (for notebooks and tests)."""
+
+    def __enter__(self) -> None:
+        """Takes the present settings down."""
+        import torch
+
+        self._threads = torch.get_num_threads()
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        self._cudnn = (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
+        self._matmul = matmul.allow_tf32
+
+    def __exit__(self, *_: object) -> None:
+        """Puts them back."""
+        import torch
+
+        torch.set_num_threads(self._threads)
+        torch.use_deterministic_algorithms(self._deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = self._fill  # type: ignore[attr-defined]
+        cudnn = torch.backends.cudnn
+        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = self._cudnn
+        torch.backends.cuda.matmul.allow_tf32 = self._matmul
+
+
+def fingerprint(spec: JobSpec, device_type: str) -> dict[str, dict[str, Any]]:
+    """Everything known to decide bits (binding) or suspected to (informational).
+
+    Args:
+        spec: the job.
+        device_type: "cpu" or "cuda", where the shards are computed.
+    """
+    import numpy
+    import torch
+
+    binding: dict[str, Any] = {
+        "device": device_type,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "numpy_blas": _numpy_blas(numpy),
+        "mkl": _config_line("Math Kernel Library"),
+        "onednn": _config_line("MKL-DNN"),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "precision": spec.precision,
+        "reduce_dtype": spec.reduce_dtype,
+        "default_dtype": str(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    for name in sorted(environment(spec)):
+        binding[name] = os.environ.get(name)
+    informational: dict[str, Any] = {
+        "python": platform.python_version(),
+        "cpu": _cpu_model(),
+        "cache": _cache_sizes(),
+    }
+    if device_type == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        binding |= {
+            "gpu": properties.name,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": list(torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
+            "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        }
+        informational["gpu_memory_bytes"] = properties.total_memory
+    return {BINDING: binding, INFORMATIONAL: informational}
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], *, kind: str = BINDING) -> list[str]:
+    """Lines `name: value in a, value in b` where two fingerprints differ."""
+    left, right = a.get(kind, {}), b.get(kind, {})
+    return [
+        f"{name}: {left.get(name)!r} against {right.get(name)!r}"
+        for name in sorted({*left, *right})
+        if left.get(name) != right.get(name)
+    ]
+
+
+def _config_line(part: str) -> str:
+    import torch
+
+    lines = (line.strip(" -") for line in torch.__config__.show().splitlines())
+    return next((line for line in lines if part in line), "")
+
+
+def _numpy_blas(numpy: Any) -> str:
+    try:
+        blas = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    except (KeyError, TypeError):
+        return ""
+    return f"{blas.get('name')} {blas.get('version')}"
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [line for line in file if line.startswith("model name")]
+    except OSError:
+        return platform.processor()
+    return lines[0].partition(":")[2].strip() if lines else platform.processor()
+
+
+def _cache_sizes() -> dict[str, str]:
+    sizes = {}
+    for index in range(4):
+        folder = f"/sys/devices/system/cpu/cpu0/cache/index{index}"
+        try:
+            with open(f"{folder}/level") as level, open(f"{folder}/type") as kind:
+                key = f"L{level.read().strip()}{kind.read().strip()[0].lower()}"
+            with open(f"{folder}/size") as size:
+                sizes[key] = size.read().strip()
+        except OSError:
+            continue
+    return sizes
