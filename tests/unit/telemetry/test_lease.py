@@ -113,7 +113,7 @@ def test_a_wanter_that_may_not_wait_so_long_is_told_who_holds_it(
 ) -> None:
     take()
     rewrite(run, machine="elsewhere", host="node-7")
-    with pytest.raises(RunInUseError, match="node-7 .*nothing changed in 5 s"):
+    with pytest.raises(RunInUseError, match=r"node-7 .*nothing changed in 5 s"):
         take(wait_s=5)
 
 

@@ -470,9 +470,9 @@ def test_a_recorder_whose_lease_was_taken_writes_nothing_more(
     lease.with_name("lease-00000002.json").write_text(json.dumps(taken))
     recorder._lease.renew()  # type: ignore[union-attr]
     assert push(recorder, attempt, 2, 1, 1)["refused"]
-    with pytest.raises(RecorderError, match="lease .* is lost"):
+    with pytest.raises(RecorderError, match=r"lease .* is lost"):
         recorder.commit(attempt, save(run, 1), 3)
-    with pytest.raises(RecorderError, match="lease .* is lost"):
+    with pytest.raises(RecorderError, match=r"lease .* is lost"):
         begin(recorder)
     assert recorder.status()["state"] == "fenced"
     assert list(steps(run)) == [0]
