@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from pyarrow import fs
+
 from samestep.checkpoint.storage import Storage
 from samestep.errors import StorageError
 

@@ -7,6 +7,8 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+
 from samestep.errors import NotExactError
 from samestep.exact.digest import (
     canonical_float_hex,
@@ -16,7 +18,6 @@ from samestep.exact.digest import (
     live_digest,
     sha256_state,
 )
-from torch import Tensor
 
 
 def test_the_canonical_form_is_the_documented_one() -> None:
