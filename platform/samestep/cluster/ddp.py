@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
 
 from samestep.cluster.placement import worker_resources
+from samestep.cluster.ray_private import ExactTorchTrainer
 from samestep.spec import JobSpec, dump_spec, parse_spec
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def fit(order: Order, target: RayTarget) -> str | None:
     """
     spec = order.spec
     workers = spec.workers
-    trainer = TorchTrainer(
+    trainer = ExactTorchTrainer(
         train_worker,
         train_loop_config={
             "spec": dump_spec(spec),

@@ -12,6 +12,7 @@ from samestep.cluster.actors import RayTarget, close_recorder, start_recorder
 from samestep.cluster.debugger import Terminal
 from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.cluster.placement import settle_mode
+from samestep.cluster.ray_private import worker_output_to
 from samestep.cluster.session import ray_session
 from samestep.spec import Mode, dump_spec
 
@@ -26,7 +27,10 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
     from samestep.cluster.launch import finish_if_open
 
     spec = order.spec
-    with ray_session(spec) as session:
+    with (
+        ray_session(spec) as session,
+        worker_output_to(lambda line: observer({"output": line, "messages": []})),
+    ):
         mode, why = settle_mode(spec, session, no_fallback=order.no_fallback)
         order = replace(order, spec=spec.model_copy(update={"mode": mode}))
         # The run keeps the spec as it was given; a mode that was settled here is no part of it.

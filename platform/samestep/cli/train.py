@@ -1,0 +1,125 @@
+"""`samestep train`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from samestep.cli.display import Display
+from samestep.cli.errors import handles_errors, show_error
+from samestep.cluster.launch import Outcome
+from samestep.cluster.launch import train as launch
+from samestep.spec import Mode, load_spec, parse_override
+
+
+@handles_errors
+def train(
+    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.yaml")],
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the run (default: the job's `name`, else its folder's name). The same "
+            "name again resumes it, extends it, or follows it while it is alive."
+        ),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N | MIN:MAX",
+            help="Number of workers; switches the fallback of mode auto off.",
+        ),
+    ] = None,
+    mode: Annotated[
+        Mode | None,
+        typer.Option(
+            help="Where the shards are computed: ddp (Ray Train's worker group), dataparallel "
+            "(one Ray actor), local (this process), auto (ddp, or dataparallel on a single node "
+            "without room). The bits are the same."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="a.b=value",
+            help="Sets a field of the job, e.g. --set epochs=3 --set checkpoint.keep=5; may be "
+            "given several times.",
+        ),
+    ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Start over from step 0; an existing run is kept under another name.",
+        ),
+    ] = False,
+) -> None:
+    """Train a job, or go on with its run.
+
+    Ctrl-C and SIGTERM stop at a step boundary with a checkpoint; a second Ctrl-C stops at once.
+    Exit statuses: 0 done, 1 failed, 2 bad input, 3 stopped as planned, 5 in use by a live run.
+    """
+    overrides = dict(parse_override(text) for text in settings or [])
+    if workers is not None:
+        overrides["workers"] = workers
+    if mode is not None:
+        overrides["mode"] = mode.value
+    spec = load_spec(job, overrides)
+    folder = job.resolve().parent
+    started = time.monotonic()
+    with Display() as display:
+        outcome = launch(
+            spec,
+            name=name or spec.name or folder.name,
+            search=[folder, Path.cwd()],
+            restart=restart,
+            no_fallback=workers is not None or mode is not None,
+            observer=display,
+        )
+    _summary(outcome, time.monotonic() - started)
+    raise typer.Exit(int(outcome.exit_status))
+
+
+def _summary(outcome: Outcome, seconds: float) -> None:
+    console = Console(highlight=False)
+    outcome = replace(outcome, run=_relative(outcome.run))
+    table = Table.grid(padding=(0, 2))
+    style = {"done": "bold green", "interrupted": "bold yellow"}.get(outcome.status, "bold red")
+    table.add_row("run", Text(outcome.name, style="bold"))
+    table.add_row("status", Text(outcome.status, style=style))
+    table.add_row("steps", str(outcome.step))
+    for name, value in (outcome.evaluation or {}).items():
+        shown = f"{value:.2%}" if name == "accuracy" else f"{value:.6g}"
+        table.add_row(f"test {name}", Text(shown, style="bold"))
+    table.add_row("time", f"{seconds:.1f} s")
+    if outcome.digest:
+        table.add_row("state", Text(f"sha256 {outcome.digest}"))
+    table.add_row("directory", Text(outcome.run))
+    console.print()
+    console.print(table, soft_wrap=True)
+    console.print()
+    if outcome.status == "failed":
+        show_error(outcome.message)
+    if outcome.status == "interrupted":
+        console.print("The same command again resumes, under other --workers or --mode too.")
+    console.print(f"Look next: samestep show {outcome.run}", soft_wrap=True)
+    if outcome.status == "done":
+        console.print(
+            f"           samestep digest {outcome.run}\n"
+            f"           samestep compare {outcome.run} ANOTHER_RUN",
+            soft_wrap=True,
+        )
+
+
+def _relative(run: str) -> str:
+    try:
+        return str(Path(run).relative_to(Path.cwd()))
+    except ValueError:
+        return run
