@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 import typer
 from rich.console import Console
 
-from samestep.errors import SamestepError
+from samestep.errors import ExitStatus, SamestepError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +28,9 @@ def handles_errors(command: Callable[P, R]) -> Callable[P, R]:
         except SamestepError as error:
             tell_error(str(error))
             raise typer.Exit(int(error.exit_status)) from error
+        except KeyboardInterrupt:
+            tell_error("interrupted at once; the same command again resumes where it can")
+            raise typer.Exit(int(ExitStatus.INTERRUPTED)) from None
 
     return wrapped
 

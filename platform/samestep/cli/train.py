@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.display import Display
-from samestep.cli.errors import handles_errors, show_error
+from samestep.cli.errors import handles_errors, tell_error
 from samestep.cluster.launch import Outcome
 from samestep.cluster.launch import train as launch
 from samestep.spec import Mode, load_spec, parse_override
@@ -106,7 +106,7 @@ def _summary(outcome: Outcome, seconds: float) -> None:
     console.print(table, soft_wrap=True)
     console.print()
     if outcome.status == "failed":
-        show_error(outcome.message)
+        tell_error(outcome.message)
     if outcome.status == "interrupted":
         console.print("The same command again resumes, under other --workers or --mode too.")
     console.print(f"Look next: samestep show {outcome.run}", soft_wrap=True)

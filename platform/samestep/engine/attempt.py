@@ -303,7 +303,7 @@ class _Attempt:
         self._attempt = int(told["attempt"])
         if self._peers.world_rank == 0:
             self._link = Link(self._place.target, self._attempt, "0")
-        logger.info(
+        logger.debug(
             "attempt=%s step=%s world_rank=%s world_size=%s mode=%s begins",
             self._attempt,
             saved.step,
