@@ -17,7 +17,7 @@ from samestep.replay.samples import samples_of_step
 def samples(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="A run directory (path or URI), or a name in ./runs."),
+        typer.Argument(metavar="RUN", help="A run's directory, or a name in ./runs."),
     ],
     step: Annotated[int, typer.Option(min=0, help="Number of the step, counted from 0.")],
     search: Annotated[

@@ -22,7 +22,7 @@ LAST_INCIDENTS = 10
 def show(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="A run directory (path or URI), or a name in ./runs."),
+        typer.Argument(metavar="RUN", help="A run's directory, or a name in ./runs."),
     ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Everything as one JSON object, for scripts.")

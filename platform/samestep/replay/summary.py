@@ -1,0 +1,161 @@
+"""A run in short: what `samestep show` tells, read from the run directory alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from samestep.checkpoint.reading import CheckpointInfo, list_checkpoints
+from samestep.checkpoint.storage import Storage
+from samestep.exact.digest import canonical_float_hex
+from samestep.incidents.record import Incident, list_incidents
+from samestep.names import Event, RunState
+from samestep.spec import JobSpec
+from samestep.telemetry.identity import read_result, read_spec
+from samestep.telemetry.lease import Holder, holder
+from samestep.telemetry.past import Attempt, Past, read_past
+from samestep.telemetry.records import StepRecord
+
+DIED = "died"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What there is to know about a run at a glance.
+
+    Attributes:
+        uri: the run directory.
+        spec: its job.
+        status: starting, running, done, interrupted, failed; or died: it has no result, and
+            nobody holds its lease.
+        holder: who holds the lease, where somebody does.
+        result: what `result.json` says, None without one.
+        attempts: in order.
+        num_steps: steps in the ledger.
+        total_steps: steps that the last attempt was to reach; None when it never said.
+        num_redone: steps that were taken again.
+        last: record of the last step.
+        evaluation: the last one: `step`, `metrics` and `samples`.
+        incidents: in order of time.
+        checkpoints: by step, unfinished ones too.
+        torn: half-written lines, as after a process that was killed.
+    """
+
+    uri: str
+    spec: JobSpec
+    status: str
+    holder: Holder | None
+    result: dict[str, Any] | None
+    attempts: tuple[Attempt, ...]
+    num_steps: int
+    total_steps: int | None
+    num_redone: int
+    last: StepRecord | None
+    evaluation: dict[str, Any] | None
+    incidents: tuple[Incident, ...]
+    checkpoints: tuple[CheckpointInfo, ...]
+    torn: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as plain JSON data; a float that JSON can't hold becomes its name."""
+        data: dict[str, Any] = {
+            "uri": self.uri,
+            "workload": self.spec.workload,
+            "status": self.status,
+            "holder": asdict(self.holder) if self.holder else None,
+            "result": self.result,
+            "steps": self.num_steps,
+            "total_steps": self.total_steps,
+            "redone": self.num_redone,
+            "epoch": self.last.epoch if self.last else None,
+            "loss": self.last.loss if self.last else None,
+            "metrics": dict(self.last.metrics) if self.last else {},
+            "evaluation": self.evaluation,
+            "attempts": [_attempt_json(attempt) for attempt in self.attempts],
+            "incidents": [incident.to_json() for incident in self.incidents],
+            "checkpoints": [asdict(info) for info in self.checkpoints],
+            "torn": list(self.torn),
+        }
+        plain = _plain(data)
+        assert isinstance(plain, dict)
+        return plain
+
+
+def summarize(run: Storage) -> RunSummary:
+    """Reads a run directory; changes nothing in it.
+
+    Raises:
+        StorageError: it is no run directory, or a file in it is damaged.
+    """
+    spec = read_spec(run)
+    past = read_past(run)
+    present = holder(run)
+    held = present if present is not None and present.alive else None
+    result = read_result(run)
+    attempts = past.attempts
+    return RunSummary(
+        uri=run.uri,
+        spec=spec,
+        status=_status(past, held, result),
+        holder=held,
+        result=result,
+        attempts=tuple(attempts),
+        num_steps=past.num_steps,
+        total_steps=attempts[-1].fields.get("total_steps") if attempts else None,
+        num_redone=past.num_redone,
+        last=past.last_step,
+        evaluation=_evaluation(past),
+        incidents=tuple(list_incidents(run)),
+        checkpoints=tuple(list_checkpoints(run)),
+        torn=tuple(past.torn),
+    )
+
+
+def why_ended(attempt: Attempt) -> str:
+    """Why an attempt ended, in a few words; empty while it goes on."""
+    if attempt.ended is None:
+        return ""
+    reason, cause = str(attempt.ended.get("reason", "")), attempt.ended.get("cause")
+    return f"{reason} ({cause})" if cause else reason
+
+
+def _status(past: Past, held: Holder | None, result: dict[str, Any] | None) -> str:
+    if result is not None:
+        return str(result.get("status"))
+    if held is None:
+        return DIED
+    return str(RunState.RUNNING if past.attempts else RunState.STARTING)
+
+
+def _evaluation(past: Past) -> dict[str, Any] | None:
+    event = past.last_events.get(Event.EVALUATION)
+    if event is None:
+        return None
+    return {"step": event.step, **event.fields}
+
+
+def _attempt_json(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "mode": attempt.fields.get("mode"),
+        "workers": attempt.fields.get("world_size"),
+        "hosts": attempt.fields.get("hosts", []),
+        "first_step": attempt.start_step,
+        "next_step": attempt.next_step,
+        "redone": attempt.num_redone,
+        "started_at": attempt.started_at,
+        "ended_at": attempt.ended_at,
+        "why_ended": why_ended(attempt) or None,
+        "message": attempt.ended.get("message") if attempt.ended else None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return canonical_float_hex(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
