@@ -204,6 +204,43 @@ def test_the_rate_at_every_later_step_is_the_straight_runs(name: str, tmp_path: 
     assert_resumes_exactly(build, tmp_path)
 
 
+def test_a_schedule_built_after_the_optimizer_was_restored_goes_on_as_before(
+    tmp_path: Path,
+) -> None:
+    straight = make(SGD, SCHEDULES["multi-step"])
+    rates = take(straight, range(8))
+    first = make(SGD, SCHEDULES["multi-step"])
+    take(first, range(5))
+    state = through_files(first, 5, tmp_path)
+    second = make(SGD, SCHEDULES["multi-step"], seed=9)
+    restore(state, second)
+    late = Parts(
+        model=second.model,
+        optimizer=second.optimizer,
+        scheduler=SCHEDULES["multi-step"](second.optimizer),
+    )
+    restore(state, late)
+    assert take(late, range(5, 8)) == rates[5:]
+
+
+class Eager(schedules.LambdaLR):
+    """A schedule that sets a rate while it is restored."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 7.0
+
+
+def test_the_rate_is_the_saved_one_whatever_the_schedule_sets_while_restored(
+    tmp_path: Path,
+) -> None:
+    def build(seed: int = 0) -> Parts:
+        return make(SGD, lambda o: Eager(o, lambda step: 1 / (step + 1)), seed=seed)
+
+    assert_resumes_exactly(build, tmp_path)
+
+
 def test_a_state_can_be_restored_twice(tmp_path: Path) -> None:
     parts = make(SGD, SCHEDULES["multi-step"])
     take(parts, range(2))
