@@ -19,7 +19,12 @@ MARK = "SAMESTEP_TEST_MARK"
 GRACE_S = 10.0
 # Set by libraries at their first import or use, whichever test happens to come first.
 SET_BY_LIBRARIES = frozenset(
-    {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    {
+        "KMP_DUPLICATE_LIB_OK",  # scikit-learn
+        "KMP_INIT_AT_FORK",  # scikit-learn
+        "PYTEST_CURRENT_TEST",
+        "RAY_CLIENT_MODE",  # ray
+    }
 )
 # Helpers of multiprocessing, which Python keeps for the life of the process.
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
