@@ -24,6 +24,8 @@ SET_BY_LIBRARIES = frozenset(
         "KMP_INIT_AT_FORK",  # scikit-learn
         "PYTEST_CURRENT_TEST",
         "RAY_CLIENT_MODE",  # ray
+        "TORCHINDUCTOR_CACHE_DIR",  # torch, with its first optimizer
+        "TORCHINDUCTOR_CACHE_DIR",  # torch, with its first optimizer
     }
 )
 # Helpers of multiprocessing, which Python keeps for the life of the process.
