@@ -25,7 +25,6 @@ SET_BY_LIBRARIES = frozenset(
         "PYTEST_CURRENT_TEST",
         "RAY_CLIENT_MODE",  # ray
         "TORCHINDUCTOR_CACHE_DIR",  # torch, with its first optimizer
-        "TORCHINDUCTOR_CACHE_DIR",  # torch, with its first optimizer
     }
 )
 # Helpers of multiprocessing, which Python keeps for the life of the process.

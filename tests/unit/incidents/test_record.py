@@ -87,5 +87,5 @@ def test_an_unknown_incident_is_answered_with_those_there_are(run: Storage) -> N
 @pytest.mark.parametrize("content", [b"{", b"[]"])
 def test_a_damaged_incident_is_refused(run: Storage, content: bytes) -> None:
     run.write("incidents/x/incident.json", content)
-    with pytest.raises(StorageError, match="incident.json"):
+    with pytest.raises(StorageError, match=r"incident\.json"):
         read(run, "x")

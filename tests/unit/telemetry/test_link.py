@@ -219,9 +219,13 @@ def test_a_full_queue_with_the_recorder_away_for_too_long_is_an_error(
     connect: Callable[..., Link], make_step: MakeStep
 ) -> None:
     link = connect(Away(), max_queue=1, timeout_s=0.1)
-    with pytest.raises(RecorderError, match=r"the recorder is away .*nobody there"):
+
+    def train() -> None:
         for step in range(10):
             link.record(make_step(step).to_json())
+
+    with pytest.raises(RecorderError, match=r"the recorder is away .*nobody there"):
+        train()
 
 
 def test_a_flush_gives_up_in_time_and_says_what_is_missing(
