@@ -19,7 +19,7 @@ import torch.distributed as dist
 from samestep.checkpoint.reading import load_checkpoint, newest_whole, set_aside
 from samestep.checkpoint.state import State, check_encodable, collect, restore
 from samestep.checkpoint.storage import Storage
-from samestep.engine.canary import compare_canary, compare_fingerprints
+from samestep.engine.canary import compare_canary, compare_fingerprints, nominal_weight
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.loop import Loop, Saved
@@ -144,10 +144,9 @@ class _Attempt:
         formed = compare_canary(
             spec, exact, peers, built.order, self._feed.take_apart, state
         )
-        nominal = saved.nominal_weight or spec.nominal_weight
-        if nominal is None:
-            nominal = formed.canary.weight if formed.canary.own_weight else exact.nominal_weight
-        exact.nominal_weight = _positive(nominal)
+        exact.nominal_weight = nominal_weight(
+            saved.nominal_weight or spec.nominal_weight, formed.canary, exact.nominal_weight
+        )
         if spec.reduction == "fast" and place.group is not None:
             exact.close()
             self._engine = FastEngine(
@@ -331,15 +330,6 @@ def _incident_kind(error: Exception) -> IncidentKind:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return IncidentKind.OUT_OF_MEMORY
     return IncidentKind.EXCEPTION
-
-
-def _positive(nominal: float) -> float:
-    if nominal > 0:
-        return nominal
-    raise RunConflictError(
-        "shard 0 of step 0 has weight 0, so it can't tell the weight of a full shard: set "
-        "nominal_weight in the job file"
-    )
 
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:

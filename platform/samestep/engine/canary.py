@@ -33,10 +33,12 @@ class Formed:
 
     Attributes:
         canary: the first replica's result of shard 0 of step 0.
+        digest: of its loss and gradients, on the first replica.
         differing: lines that name how the workers differ; empty unless that was allowed.
     """
 
     canary: ShardResult
+    digest: str
     differing: list[str] = field(default_factory=list)
 
 
@@ -104,7 +106,29 @@ def compare_canary(
     ]
     assert result is not None
     differing = _allowed(spec, lines, "the same shard gives other bits on different workers")
-    return Formed(canary=result, differing=differing)
+    return Formed(canary=result, digest=digests[0][1], differing=differing)
+
+
+def nominal_weight(given: float | None, canary: ShardResult, num_samples: float) -> float:
+    """The weight of a full shard, by which every shard's leaf is scaled.
+
+    Args:
+        given: kept with the run or set in the spec; None: the weight of shard 0 of step 0 where
+            the workload gives weights of its own, else the number of samples.
+        canary: result of that shard.
+        num_samples: samples of a full shard.
+
+    Raises:
+        RunConflictError: that shard has no weight to go by.
+    """
+    if given is None:
+        given = canary.weight if canary.own_weight else num_samples
+    if given > 0:
+        return given
+    raise RunConflictError(
+        "shard 0 of step 0 has weight 0, so it can't tell the weight of a full shard: set "
+        "nominal_weight in the job file"
+    )
 
 
 def _probe_smallest(

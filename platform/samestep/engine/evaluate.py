@@ -46,13 +46,26 @@ class Evaluation:
         self._fetcher = Fetcher(workload, dataset, spec.seed)
 
     def run(
-        self, model: nn.Module, peers: Peers, *, step: int, device: torch.device
+        self,
+        model: nn.Module,
+        peers: Peers,
+        *,
+        step: int,
+        device: torch.device,
+        max_batches: int | None = None,
     ) -> dict[str, float]:
         """Metrics over all evaluation samples, the same on every worker.
 
         The model is in eval mode meanwhile; its modes and buffers are as before afterwards.
+
+        Args:
+            model: to evaluate.
+            peers: the other workers; every one computes its part of the batches.
+            step: steps taken so far; keys random draws.
+            device: of the model.
+            max_batches: evaluate the first so many batches only (for a dry run).
         """
-        starts = range(0, self.size, self._batch_size)
+        starts = range(0, self.size, self._batch_size)[:max_batches]
         mine = shard_range(len(starts), peers.world_size, peers.world_rank)
         modes = [(module, module.training) for module in model.modules()]
         keeper = BufferKeeper(model)
