@@ -14,8 +14,8 @@ TESTS ?= tests/unit tests/integration
 PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& { echo "$$name"; break; }; done)
-# Where the CPU build of torch lies; empty: whatever torch pip would take (on Linux, one with CUDA).
-TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+# An extra index for torch, such as the one of its CPU builds; empty: what pip finds by itself.
+TORCH_INDEX_URL ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.loop import Loop, Saved
 from samestep.engine.peers import Peers
-from samestep.engine.setup import Built, build, make_replicas, require_shared_storage, turns_of
+from samestep.engine.setup import (
+    Built,
+    before_step,
+    build,
+    make_replicas,
+    require_shared_storage,
+    turns_of,
+)
 from samestep.engine.step import StepEngine
 from samestep.errors import CheckpointError, PeerLostError, RunConflictError, SamestepError
 from samestep.exact import numerics
@@ -129,6 +136,8 @@ class _Attempt:
             loader_processes=spec.loader_processes,
             pin_memory=device.type == "cuda",
         )
+        if saved.step < built.end_step:
+            before_step(spec, built.workload, replicas, saved.step)
         scaler = built.parts.scaler
         scale: Callable[[torch.Tensor], torch.Tensor] = scaler.scale if scaler else _unscaled
         exact = StepEngine(
@@ -163,7 +172,7 @@ class _Attempt:
             target=place.target,
             link=self._link,
             attempt=self._attempt,
-            start=Saved(step=saved.step, nominal_weight=exact.nominal_weight),
+            start=replace(saved, nominal_weight=exact.nominal_weight),
             numerics=fingerprint,
             on_step=self._at,
         ).train()
@@ -222,11 +231,11 @@ class _Attempt:
     def _resume(self, built: Built) -> Saved:
         """Restores the newest whole checkpoint that worker 0 sees, on every worker."""
         message: dict[str, Any] = {}
-        chosen: State | None = None
+        chosen: tuple[State, str] | None = None
         if self._peers.world_rank == 0:
             try:
                 chosen, message["damaged"] = self._choose()
-                message["step"] = chosen.step if chosen else None
+                message["step"] = chosen[0].step if chosen else None
             except SamestepError as error:
                 self._peers.gather({"error": str(error)})()
                 raise
@@ -236,8 +245,9 @@ class _Attempt:
         if told["step"] is None:
             return Saved(step=0, nominal_weight=None)
         if chosen is None:
-            chosen, _ = load_checkpoint(self._run, told["step"])
-        state, extras = chosen, chosen.extras
+            loaded, manifest = load_checkpoint(self._run, told["step"])
+            chosen = (loaded, manifest.digest)
+        state, extras = chosen[0], chosen[0].extras
         if extras["dataset_size"] != built.dataset_size:
             raise RunConflictError(
                 f"the training data has {built.dataset_size} samples, the checkpoint at step "
@@ -245,9 +255,11 @@ class _Attempt:
                 "data is another run; give it another --name, or restore the data"
             )
         restore(state, built.parts)
-        return Saved(step=state.step, nominal_weight=extras["nominal_weight"])
+        return Saved(
+            step=state.step, nominal_weight=extras["nominal_weight"], digest=chosen[1]
+        )
 
-    def _choose(self) -> tuple[State | None, list[str]]:
+    def _choose(self) -> tuple[tuple[State, str] | None, list[str]]:
         found, rejected = newest_whole(self._run)
         # One whose writer was killed has no manifest: it never was a checkpoint.
         damaged = [item for item in rejected if not item.unfinished]
@@ -270,7 +282,7 @@ class _Attempt:
                 f"no checkpoint of {self._run.uri} is whole: " + "; ".join(lines) + "; nothing "
                 "was deleted. Start over from step 0 with --restart, or restore one of them"
             )
-        return found.state if found else None, lines
+        return (found.state, found.manifest.digest) if found else None, lines
 
     def _begin(
         self, built: Built, saved: Saved, fingerprint: dict[str, Any], mixed: list[str]

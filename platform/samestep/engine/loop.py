@@ -16,8 +16,7 @@ from samestep.checkpoint.writing import write_files
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.peers import Peers
-from samestep.engine.setup import Built
-from samestep.engine.shard import in_user_code
+from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.update import Updated, apply_update
 from samestep.errors import DivergenceError, ExitStatus, RecorderError
@@ -34,10 +33,17 @@ FLUSH_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Where to start: steps taken so far, and the run's nominal shard weight if it is known."""
+    """Where to start.
+
+    Attributes:
+        step: steps taken so far.
+        nominal_weight: of the run's shards, if it is known yet.
+        digest: of the checkpoint that was restored; None at the start of a run.
+    """
 
     step: int
     nominal_weight: float | None
+    digest: str | None = None
 
 
 class Loop:
@@ -71,20 +77,19 @@ class Loop:
         self._target = target
         self._link = link
         self._attempt = attempt
-        self._step = start.step
+        self._step = self._first_step = start.step
         self._nominal_weight = start.nominal_weight
         self._numerics = numerics
         self._on_step = on_step
         self._device = engine.main.device
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = -1
-        self._committed: tuple[int, str] | None = None
+        self._committed = (start.step, start.digest) if start.digest is not None else None
         self._data_wait_s = 0.0
 
     def train(self) -> None:
         """Takes steps; ends with a checkpoint and the run's result at the recorder."""
         stop = False
-        self._built.parts.model.train()
         while self._step < self._built.end_step and not stop:
             self._on_step(self._step)
             stop = self._take_step()
@@ -120,10 +125,9 @@ class Loop:
         spec, built, step = self._spec, self._built, self._step
         started = time.perf_counter()
         self._data_wait_s = 0.0
-        in_user_code(
-            lambda: built.workload.before_step(built.parts.model, step),
-            f"before_step of step {step}",
-        )
+        if step != self._first_step:
+            # That of the first was called when the group formed: the canary needs it too.
+            before_step(spec, built.workload, self._engine.replicas, step)
         plans = built.order.shards_of(step)
         wants_stop = self._link is not None and self._link.stop_requested
         reduced = self._engine.compute(step, plans, self._take, int(wants_stop))

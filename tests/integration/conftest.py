@@ -1,0 +1,171 @@
+"""Real Ray clusters on this machine, and jobs small enough for two cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from samestep import JobSpec, parse_spec
+from samestep.cluster.environment import TRAIN_ENVIRONMENT, prepare_ray
+from samestep.exact import numerics
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = {
+    "workload": "tiny:Tiny",
+    "batch_size": 16,
+    "shards": 4,
+    "epochs": 3,
+    "workers": {"min": 1, "max": 4},
+    "resources": {"cpu": 1},
+    "checkpoint": {"every_steps": 4},
+    "digest_every": 3,
+}
+
+WORKLOAD = '''
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import samestep
+
+
+class Data(torch.utils.data.Dataset):
+    """61 samples: batches of 16 and one of 13."""
+
+    def __len__(self):
+        return 61
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=generator) + 0.1 * torch.rand(8), index % 3
+
+
+class Tiny(samestep.Workload):
+    """BatchNorm, dropout and augmentation; faults at steps given in the job."""
+
+    def __init__(self, pause_s=0.0, raise_at=None, break_at=None, gate=None):
+        self.pause_s, self.raise_at, self.break_at, self.gate = pause_s, raise_at, break_at, gate
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3)
+        )
+
+    def data(self):
+        return Data()
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def before_step(self, model, step):
+        if self.gate is not None:
+            Path(self.gate, f"{os.getpid()}-{step}").touch()
+        time.sleep(self.pause_s)
+        if step == self.raise_at:
+            raise ValueError("the workload's own message")
+        if step == self.break_at:
+            answer = 40 + 2
+            breakpoint()
+            assert answer
+
+    def loss(self, model, batch):
+        inputs, labels = batch
+        logits = model(inputs)
+        accuracy = (logits.argmax(1) == labels).float()
+        return samestep.Loss(
+            value=nn.functional.cross_entropy(logits, labels), metrics={"accuracy": accuracy}
+        )
+
+    def evaluation_data(self):
+        return Data()
+
+    def evaluate(self, model, batch):
+        inputs, labels = batch
+        return {"accuracy": (model(inputs).argmax(1) == labels).float()}
+'''
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the workload `tiny` in it."""
+    path = tmp_path_factory.mktemp("workload")
+    (path / "tiny.py").write_text(textwrap.dedent(WORKLOAD))
+    return path
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path) -> Callable[..., JobSpec]:
+    """Makes the spec of the tiny job, with fields replaced."""
+
+    def make(**fields: Any) -> JobSpec:
+        return parse_spec({**JOB, "storage": str(tmp_path / "runs"), **fields})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster with four slots that the tests of a module share."""
+    prepare_ray()
+    variables = {**numerics.environment(parse_spec(JOB)), **TRAIN_ENVIRONMENT}
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        runtime_env={"env_vars": variables},
+        logging_level="WARNING",
+    )
+    yield
+    ray.shutdown()
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """The first true value of a condition that is looked at every 50 ms."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {timeout_s:g} s")
+
+
+def start_command(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+    """Starts `samestep` as a user would; its output goes to pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "samestep", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "platform"), "COLUMNS": "200"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        **options,
+    )
+
+
+def write_job(folder: Path, path: Path, **fields: Any) -> Path:
+    """Writes a job file of the tiny workload beside a link to it."""
+    import yaml
+
+    path.mkdir(parents=True, exist_ok=True)
+    target = path / "tiny.py"
+    if not target.exists():
+        target.symlink_to(folder / "tiny.py")
+    job = path / "job.yaml"
+    job.write_text(yaml.safe_dump({**JOB, "storage": str(path / "runs"), **fields}))
+    return job

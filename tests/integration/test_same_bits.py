@@ -1,0 +1,66 @@
+"""The promise, through Ray: the same bits for any number of workers, in any mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from samestep import JobSpec, train
+from samestep.checkpoint.storage import Storage
+from samestep.replay.compare import Verdict, compare_runs
+
+MakeSpec = Callable[..., JobSpec]
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def test_every_number_of_workers_and_every_mode_gives_the_same_ledger_and_weights(
+    make_spec: MakeSpec, folder: Path
+) -> None:
+    straight = train(make_spec(mode="local"), name="straight", search=[folder])
+    assert (straight.status, straight.step) == ("done", 12)
+    others = {
+        "one": make_spec(mode="ddp", workers=1),
+        "two": make_spec(mode="ddp", workers=2, loader_processes=2),
+        "three": make_spec(mode="ddp", workers=3),
+        "actor": make_spec(mode="dataparallel"),
+    }
+    for name, spec in others.items():
+        outcome = train(spec, name=name, search=[folder])
+        assert outcome.digest == straight.digest, name
+        assert outcome.evaluation == straight.evaluation, name
+        comparison = compare_runs(Storage.at(straight.run), Storage.at(outcome.run))
+        assert comparison.verdict is Verdict.IDENTICAL, (name, comparison)
+        assert comparison.num_compared == 12
+
+
+def test_a_run_resumed_in_another_mode_and_size_ends_with_the_weights_of_a_straight_one(
+    make_spec: MakeSpec, folder: Path
+) -> None:
+    straight = train(make_spec(mode="local"), name="straight", search=[folder])
+    stages = [
+        make_spec(mode="ddp", workers=2, epochs=None, max_steps=5),
+        make_spec(mode="dataparallel", epochs=None, max_steps=6),
+        make_spec(mode="local", epochs=None, max_steps=9),
+        make_spec(mode="ddp", workers=3, epochs=None, max_steps=12),
+    ]
+    for spec in stages:
+        outcome = train(spec, name="moved", search=[folder])
+        assert (outcome.status, outcome.step) == ("done", spec.max_steps)
+    assert outcome.digest == straight.digest
+
+
+def test_fast_reduction_gives_other_bits_for_another_number_of_workers(
+    make_spec: MakeSpec, folder: Path
+) -> None:
+    digests = {
+        workers: train(
+            make_spec(mode="ddp", workers=workers, reduction="fast"),
+            name=f"fast-{workers}",
+            search=[folder],
+        ).digest
+        for workers in (1, 3)
+    }
+    assert digests[1] != digests[3]
