@@ -54,7 +54,7 @@ class FastEngine:
     ) -> None:
         self._spec = spec
         self._workload = workload
-        self.main = replica
+        self.main, self.replicas = replica, [replica]
         self._peers = peers
         self._scale = scale
         module = _LossModule(replica.model, replica.loss_of)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from samestep.checkpoint.state import Parts
 from samestep.checkpoint.storage import Storage
+from samestep.engine import compiled
 from samestep.engine.buffers import BufferKeeper
 from samestep.engine.evaluate import Evaluation
 from samestep.engine.feed import require_map_style
@@ -26,7 +27,7 @@ from samestep.engine.shard import in_user_code, refuse_inexact
 from samestep.engine.step import Replica
 from samestep.engine.update import make_scaler
 from samestep.errors import StorageError, WorkloadError
-from samestep.exact.order import Order
+from samestep.exact.order import EpochOrder, Order
 from samestep.exact.seeds import Purpose, seed_everything
 from samestep.exact.tree import shard_range
 from samestep.spec import JobSpec
@@ -43,6 +44,7 @@ class Built:
         dataset: the training data, of `dataset_size` samples.
         custom_order: the workload gives its own order.
         end_step: number of steps of the whole run.
+        put_to_training: modules that `model()` returned in eval mode.
     """
 
     workload: Workload
@@ -54,6 +56,7 @@ class Built:
     feed_order: Order
     evaluation: Evaluation | None
     end_step: int
+    put_to_training: tuple[str, ...]
 
 
 def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
@@ -71,7 +74,10 @@ def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
 
     model = made(0, "model()", workload.model)
     _require(model, nn.Module, "model()")
-    model = strip_compiled(model).to(device)
+    # Whatever mode it comes in (pretrained ones come in eval mode), as every replica must be.
+    model = compiled.unwrap(model).to(device)
+    in_eval_mode = tuple(name for name, module in model.named_modules() if not module.training)
+    model.train()
     dataset = made(1, "data()", workload.data)
     dataset_size = require_map_style(dataset, "data()")
     custom_order = type(workload).order is not Workload.order
@@ -82,12 +88,14 @@ def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
         shards=spec.shards,
         drop_last=spec.drop_last,
         seed=spec.seed,
-        epoch_order=workload.order if custom_order else None,
+        epoch_order=_told_order(workload) if custom_order else None,
     )
-    order = in_user_code(make_order, f"{type(workload).__name__}.order")
+    order = make_order()
+    _refuse_nothing_to_train(model)
     optimizer = made(2, "optimizer()", lambda: workload.optimizer(model))
     _require(optimizer, Optimizer, "optimizer()")
     refuse_inexact(model, optimizer)
+    compiled.refuse_dynamic(model)
     scheduler = made(3, "scheduler()", lambda: workload.scheduler(optimizer))
     if scheduler is not None:
         _require(scheduler, LRScheduler, "scheduler()")
@@ -110,6 +118,7 @@ def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
         feed_order=make_order(),
         evaluation=evaluation,
         end_step=spec.max_steps or (spec.epochs or 0) * order.steps_per_epoch,
+        put_to_training=in_eval_mode,
     )
 
 
@@ -126,6 +135,7 @@ def make_replicas(
         model = built.parts.model
         if replicas:
             model = copy.deepcopy(model).to(device)
+            compiled.compile_alike(model, built.parts.model, num_copies=len(devices))
         replicas.append(
             Replica(
                 device=device,
@@ -138,6 +148,20 @@ def make_replicas(
     return [replica for replica in replicas if len(replica.shards)]
 
 
+def before_step(spec: JobSpec, workload: Workload, replicas: list[Replica], step: int) -> None:
+    """Calls the workload's `before_step` on every replica's model, each with the same draws.
+
+    Raises:
+        UserCodeError: it raised.
+    """
+    for replica in replicas:
+        seed_everything(spec.seed, Purpose.BEFORE_STEP, step, device=replica.device)
+        in_user_code(
+            lambda model=replica.model: workload.before_step(model, step),  # type: ignore[misc]
+            f"before_step of step {step}",
+        )
+
+
 def turns_of(replicas: list[Replica]) -> list[int]:
     """The shards of a process in the order in which a step computes them."""
     rounds = max(len(replica.shards) for replica in replicas)
@@ -147,25 +171,6 @@ def turns_of(replicas: list[Replica]) -> list[int]:
         for replica in replicas
         if turn < len(replica.shards)
     ]
-
-
-def strip_compiled(model: nn.Module) -> nn.Module:
-    """Refuses a model compiled for dynamic shapes by leaving no way to recompile into one.
-
-    A compiled model must fail rather than fall back to eager (other bits) when it has seen too
-    many shapes.
-    """
-    if hasattr(model, "_orig_mod"):
-        raise WorkloadError(
-            "model() returned a model wrapped by torch.compile, which would put _orig_mod. before "
-            "every key of a checkpoint: call model.compile(dynamic=False) on the module instead"
-        )
-    if any(module._compiled_call_impl is not None for module in model.modules()):
-        import torch._dynamo.config as dynamo
-
-        dynamo.fail_on_recompile_limit_hit = True
-        dynamo.automatic_dynamic_shapes = False
-    return model
 
 
 def require_shared_storage(run: Storage, peers: Peers) -> None:
@@ -201,6 +206,26 @@ def require_shared_storage(run: Storage, peers: Peers) -> None:
                 f"see what worker {ranks[0]} wrote to {run.uri}: storage must be a file system "
                 "that all nodes share (NFS, s3://, gs://); set storage: in the job file"
             )
+
+
+def _told_order(workload: Workload) -> EpochOrder:
+    def order(epoch: int, stream: torch.Generator) -> Sequence[int] | Tensor | None:
+        what = f"{type(workload).__name__}.order({epoch})"
+        return in_user_code(lambda: workload.order(epoch, stream), what)
+
+    return order
+
+
+def _refuse_nothing_to_train(model: nn.Module) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    found = f"all are frozen: {', '.join(names[:10])}" if names else "it has none"
+    raise WorkloadError(
+        f"model {type(model).__name__} has no parameter that requires a gradient ({found}"
+        f"{', ...' if len(names) > 10 else ''}), so there is nothing to train: unfreeze one in "
+        "model(), or call the workload's evaluate on the model without training it"
+    )
 
 
 def _require(value: object, kind: type, method: str) -> None:

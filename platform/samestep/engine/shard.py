@@ -160,6 +160,12 @@ def told(error: Exception, what: str) -> SamestepError:
             f"{what} uses an operation without a deterministic kernel: {error}\nUse another "
             f"operation, or reduction: fast where nothing is promised about bits.\n{text}"
         )
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return NotExactError(
+            f"{what} met more shapes than torch.compile compiles a function for, and what is not "
+            "compiled gives other bits: pad batches to a few shapes, or raise the limit with "
+            f"model.compile(dynamic=False, recompile_limit=N)\n{text}"
+        )
     return UserCodeError(f"{what} raised {type(error).__name__}: {error}\n{text}")
 
 
@@ -168,7 +174,6 @@ def refuse_inexact(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         NotExactError: says what it is and what to use instead.
-        WorkloadError: no parameter to train.
     """
     import inspect
 
@@ -194,9 +199,4 @@ def refuse_inexact(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise NotExactError(
             f"{type(optimizer).__name__} needs a closure that evaluates the loss again; use an "
             "optimizer that steps from one gradient (SGD, Adam, AdamW, ...)"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise WorkloadError(
-            f"model {type(model).__name__} has no parameter that requires a gradient: nothing to "
-            "train; unfreeze one, or call evaluate on the frozen model"
         )

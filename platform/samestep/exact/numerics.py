@@ -16,6 +16,13 @@ from samestep.spec import JobSpec
 BINDING = "binding"
 INFORMATIONAL = "informational"
 
+# torch.compile: kernels for dynamic shapes depend on which shapes came first, and what is not
+# compiled any more (too many shapes, an error) runs in eager mode.
+_COMPILER = {
+    "automatic_dynamic_shapes": False,
+    "fail_on_recompile_limit_hit": True,
+    "suppress_errors": False,
+}
 _CAPABILITY = {
     None: {},
     "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -63,6 +70,7 @@ def settings_not_in_force(spec: JobSpec) -> list[str]:
 def pin(spec: JobSpec) -> None:
     """Pins torch's global settings; call it in every thread that computes."""
     import torch
+    import torch._dynamo.config as compiler  # which every optimizer loads anyway
 
     torch.set_num_threads(spec.threads)
     torch.use_deterministic_algorithms(True)
@@ -73,6 +81,8 @@ def pin(spec: JobSpec) -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = spec.numerics.tf32
     torch.backends.cuda.matmul.allow_tf32 = spec.numerics.tf32
+    for name, value in _COMPILER.items():
+        setattr(compiler, name, value)  # in force in this thread only
 
 
 class GlobalsKept:
@@ -81,7 +91,9 @@ class GlobalsKept:
     def __enter__(self) -> None:
         """Takes the present settings down."""
         import torch
+        import torch._dynamo.config as compiler
 
+        self._compiler = {name: getattr(compiler, name) for name in _COMPILER}
         self._threads = torch.get_num_threads()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -92,7 +104,10 @@ class GlobalsKept:
     def __exit__(self, *_: object) -> None:
         """Puts them back."""
         import torch
+        import torch._dynamo.config as compiler
 
+        for name, value in self._compiler.items():
+            setattr(compiler, name, value)
         torch.set_num_threads(self._threads)
         torch.use_deterministic_algorithms(self._deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = self._fill  # type: ignore[attr-defined]

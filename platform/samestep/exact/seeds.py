@@ -23,6 +23,7 @@ class Purpose(StrEnum):
     ORDER = "order"
     ITEM = "item"
     COLLATE = "collate"
+    BEFORE_STEP = "before_step"
     FORWARD = "forward"
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
