@@ -65,6 +65,7 @@ def apply_update(
     """
     learning_rates = [float(group["lr"]) for group in parts.optimizer.param_groups if "lr" in group]
     grad_norm, skipped = math.nan, not parameters
+    seed_everything(spec.seed, Purpose.OPTIMIZER, step, device=device)
     if parameters:
         scaler = parts.scaler
         if scaler is not None:
@@ -73,7 +74,6 @@ def apply_update(
         norm = global_norm(gradients)
         if spec.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, spec.clip_norm, norm)
-        seed_everything(spec.seed, Purpose.OPTIMIZER, step, device=device)
         if scaler is None:
             parts.optimizer.step()
         else:

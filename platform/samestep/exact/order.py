@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from samestep.errors import WorkloadError
-from samestep.exact.seeds import Purpose, generator
+from samestep.exact.seeds import (
+    Purpose,
+    generator,
+    global_generators_kept,
+    seed_everything,
+)
 
 EpochOrder = Callable[[int, torch.Generator], Sequence[int] | Tensor | None]
 
@@ -126,7 +131,12 @@ class Order:
         if epoch == self._epoch:
             return self._indices
         stream = generator(self._seed, Purpose.ORDER, epoch)
-        own = self._epoch_order(epoch, stream) if self._epoch_order else None
+        own = None
+        if self._epoch_order is not None:
+            # It should draw from its stream, but may use the global generators.
+            with global_generators_kept():
+                seed_everything(self._seed, Purpose.ORDER, epoch)
+                own = self._epoch_order(epoch, stream)
         if own is None:
             # A stream of its own again: the workload may have drawn from it before it declined.
             stream = generator(self._seed, Purpose.ORDER, epoch)

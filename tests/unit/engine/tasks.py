@@ -1,0 +1,65 @@
+"""What a process of the pool can be asked to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from drive import drive
+from observe import Observation
+from reference import Reference
+
+from samestep import JobSpec, Workload, parse_spec
+from samestep.exact import numerics
+from samestep.workload import load_workload
+
+FOLDER = Path(__file__).resolve().parent
+TIMEOUT_S = 40
+
+
+@contextlib.contextmanager
+def group_of(where: str, world_rank: int, world_size: int) -> Iterator[dist.ProcessGroup | None]:
+    """A gloo group over loopback of its own; None for one worker."""
+    if world_size == 1:
+        yield None
+        return
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{where}",
+        rank=world_rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def prepared(spec: dict[str, Any]) -> tuple[JobSpec, Workload]:
+    parsed = parse_spec(spec)
+    numerics.pin(parsed)
+    return parsed, load_workload(parsed.workload, parsed.args, [FOLDER])
+
+
+def refer(spec: dict[str, Any], num_steps: int, **_: Any) -> list[Observation]:
+    """What the independent reference comes to at each step."""
+    return list(Reference(*prepared(spec)).steps(num_steps))
+
+
+def engine(
+    spec: dict[str, Any],
+    num_steps: int,
+    where: str,
+    world_rank: int = 0,
+    world_size: int = 1,
+    num_devices: int = 1,
+) -> dict[str, Any]:
+    """What the engine comes to at each step, as one worker of several sees it."""
+    parsed, workload = prepared(spec)
+    with group_of(where, world_rank, world_size) as group:
+        return drive(parsed, workload, group, num_steps=num_steps, num_devices=num_devices)
