@@ -1,1 +1,1 @@
-"""The command line. Rule: parse, call, show; what is worth testing without a terminal lies below."""
+"""The command line. Rule: parse, call, show; what needs no terminal to be tested lies below."""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.runs import find_run
-from samestep.replay.summary import RunSummary, summarize, why_ended
+from samestep.replay.summary import DIED, RunSummary, summarize, why_ended
 
 LAST_INCIDENTS = 10
 
@@ -76,7 +76,7 @@ def _status(summary: RunSummary) -> str:
     if summary.holder is not None:
         return f"{summary.status}, held by {summary.holder.where}"
     message = str((summary.result or {}).get("message") or "")
-    if summary.status == "died":
+    if summary.status == DIED:
         message = "no result, and nobody holds it; the same train command resumes it"
     return f"{summary.status}: {message}" if message else summary.status
 
@@ -118,6 +118,6 @@ def _attempts(summary: RunSummary) -> Table:
             steps,
             str(attempt.num_redone),
             started,
-            Text(why_ended(attempt) or "goes on"),
+            Text(why_ended(attempt) or ("goes on" if summary.holder else DIED)),
         )
     return table

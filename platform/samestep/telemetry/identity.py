@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from samestep.errors import RunConflictError, SpecError, StorageError
 from samestep.exact.numerics import BINDING
 from samestep.names import NUMERICS_FILE, RESULT_FILE, SPEC_FILE
 from samestep.spec import JobSpec, differing_fields, parse_spec
-from samestep.telemetry.records import pack, unpack
+from samestep.telemetry.records import pack_float, unpack
 
 FORMAT: Final = 1
 
@@ -95,8 +96,8 @@ def numerics_id(fingerprint: Mapping[str, Any]) -> str:
 
 
 def write_result(run: Storage, result: Mapping[str, Any]) -> None:
-    """Writes how the run ended; floats bit-exact as in the ledger."""
-    run.write(RESULT_FILE, _text({"format": FORMAT, **pack(result)}))
+    """Writes how the run ended; floats as plain numbers, for scripts, where JSON has them."""
+    run.write(RESULT_FILE, _text({"format": FORMAT, **_packed_where_needed(result)}))
 
 
 def read_result(run: Storage) -> dict[str, Any] | None:
@@ -125,6 +126,17 @@ def _read(run: Storage, name: str) -> dict[str, Any] | None:
         )
     assert isinstance(body, dict)
     return body
+
+
+def _packed_where_needed(value: Any) -> Any:
+    """Finite floats keep their bits as JSON numbers; the others are packed as in the ledger."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else pack_float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _packed_where_needed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_packed_where_needed(item) for item in value]
+    return value
 
 
 def _text(data: Mapping[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ have two lines, when it was taken again under other numerics: the later one coun
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from samestep.telemetry.records import EVENT, STEP, EventRecord, StepRecord
 
 FORMAT: Final = 1
 HEADER: Final = "ledger"
+MAX_SEGMENT_BYTES: Final = 32 * 2**20
+"""A longer segment is followed by a new one: readers hold one at a time in memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class LedgerWriter:
         self._run = run
         self._run_name = run_name
         self._segment: str | None = None
+        self._segment_bytes = 0
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Adds lines; they are flushed to the operating system (or stored) on return.
@@ -65,13 +69,14 @@ class LedgerWriter:
         if not self._run.is_local:
             self._open(lines)
             return
-        if self._segment is None:
-            self._segment = self._open(b"")
+        if self._segment is None or self._segment_bytes > MAX_SEGMENT_BYTES:
+            self._segment, self._segment_bytes = self._open(b""), 0
         try:
             self._run.append(self._segment, lines)
         except BaseException:
             self._segment = None
             raise
+        self._segment_bytes += len(lines)
 
     def _open(self, lines: bytes) -> str:
         existing = segments(self._run)
@@ -127,9 +132,10 @@ def events(run: Storage, kind: Event | None = None) -> list[EventRecord]:
 def _segment_lines(
     run: Storage, name: str, report: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    lines = run.read(name).splitlines(keepends=True)
+    content = run.read(name)
+    lines = io.BytesIO(content)
     for number, line in enumerate(lines, start=1):
-        last = number == len(lines)
+        last = lines.tell() == len(content)
         if last and not line.endswith(b"\n"):
             report(f"{run.uri}/{name}: its last line ({len(line)} bytes) was cut off")
             return

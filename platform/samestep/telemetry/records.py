@@ -43,6 +43,8 @@ def pack(value: Any) -> Any:
     """Plain data with each float in it packed; mappings and sequences are gone into."""
     if isinstance(value, float):
         return pack_float(value)
+    if value is None or isinstance(value, str | int):
+        return value
     if isinstance(value, Mapping):
         return {str(key): pack(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -165,7 +165,9 @@ def test_show_tells_a_run_in_short(samestep: Command, make_run: MakeRun) -> None
 
 def test_show_says_how_to_go_on_with_a_run_that_died(samestep: Command, make_run: MakeRun) -> None:
     make_run("a")
-    assert "the same train command resumes it" in samestep("show", "a").stdout
+    text = samestep("show", "a").stdout
+    assert "the same train command resumes it" in text
+    assert text.splitlines()[-1].split()[-1] == "died"
 
 
 def test_show_as_json_is_one_object_for_scripts(samestep: Command, make_run: MakeRun) -> None:

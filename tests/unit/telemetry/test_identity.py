@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -70,6 +71,7 @@ def test_a_result_keeps_its_floats(run: Storage) -> None:
         "status": "done",
         "evaluation": {"a": 0.1, "b": math.inf},
     }
+    assert json.loads(run.read("result.json"))["evaluation"]["a"] == 0.1
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"status": "done"}'])

@@ -10,7 +10,14 @@ from pyarrow import fs
 from samestep.checkpoint.storage import Storage
 from samestep.errors import StorageError
 from samestep.names import Event
-from samestep.telemetry.ledger import LedgerWriter, events, read_ledger, segments, steps
+from samestep.telemetry.ledger import (
+    MAX_SEGMENT_BYTES,
+    LedgerWriter,
+    events,
+    read_ledger,
+    segments,
+    steps,
+)
 from samestep.telemetry.records import EventRecord
 
 
@@ -60,6 +67,18 @@ def test_a_writer_that_writes_nothing_leaves_no_trace(run: Storage) -> None:
     LedgerWriter(run).append([])
     assert not run.exists()
     assert list(read_ledger(run)) == []
+
+
+def test_a_long_segment_is_followed_by_a_new_one(run: Storage, make_step: Any) -> None:
+    writer = LedgerWriter(run)
+    long = EventRecord(
+        event=Event.MESSAGE, step=0, attempt=1, time=0.0, fields={"text": "x" * MAX_SEGMENT_BYTES}
+    )
+    writer.append([long.to_json()])
+    writer.append([make_step(0).to_json()])
+    writer.append([make_step(1).to_json()])
+    assert len(segments(run)) == 2
+    assert list(steps(run)) == [0, 1]
 
 
 def test_storage_that_cannot_append_gets_a_segment_for_each_append(
