@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-import typer
+from importlib import import_module
+from typing import Any, Final
 
-from samestep.cli.check import check
-from samestep.cli.compare import compare
-from samestep.cli.digest import digest
-from samestep.cli.samples import samples
-from samestep.cli.show import show
-from samestep.cli.train import train
+import typer
+from typer.core import TyperGroup
+
+COMMANDS: Final = ("train", "check", "show", "compare", "digest", "samples")
+
+
+class CommandsOnDemand(TyperGroup):
+    """Loads the module of a command when it is asked for.
+
+    A command that looks back needs torch, and a command that computes must set the environment
+    before torch is loaded.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Every command, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name, or None."""
+        if cmd_name not in COMMANDS:
+            return None
+        one = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+        one.command(cmd_name)(getattr(import_module(f"samestep.cli.{cmd_name}"), cmd_name))
+        return typer.main.get_command(one)
+
 
 app = typer.Typer(
     name="samestep",
-    help="Elastic PyTorch training on Ray that takes the same step at any size.",
+    cls=CommandsOnDemand,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, check, show, compare, digest, samples):
-    app.command()(command)
+
+
+@app.callback()
+def samestep() -> None:
+    """Elastic PyTorch training on Ray that takes the same step at any size."""
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from samestep.cluster.monitor import Monitor
 from samestep.exact import numerics
 from samestep.spec import dump_spec
 from samestep.telemetry.link import InProcess
-from samestep.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
     from samestep.cluster.launch import Observer, Order
@@ -32,6 +31,7 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
     from samestep.engine.attempt import Place, run_attempt
     from samestep.engine.peers import Peers
     from samestep.exact.seeds import global_generators_kept
+    from samestep.telemetry.recorder import Recorder
 
     recorder = Recorder(order.run_uri, run=order.name, spec_yaml=dump_spec(spec))
     target = InProcess(recorder)

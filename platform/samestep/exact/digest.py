@@ -17,14 +17,15 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 import xxhash
-from torch import Tensor
 
 from samestep.errors import NotExactError
+
+if TYPE_CHECKING:  # torch is loaded where it is used: a launcher sets the environment before
+    from torch import Tensor
 
 if sys.byteorder != "little":  # the canonical form is defined on little-endian memory
     raise ImportError("samestep keeps bits on little-endian machines only")
@@ -108,11 +109,15 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     Returns:
         1-dim array of uint8 that shares the tensor's memory, or a copy's.
     """
+    import torch
+
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy()
 
 
 def _feed(digest: _Hash, tensors: Mapping[str, Tensor]) -> None:
+    import torch
+
     for name in canonical_order(tensors):
         tensor = tensors[name]
         if tensor.layout != torch.strided or tensor.device.type == "meta":
