@@ -29,7 +29,7 @@ class BucketLayout:
     """Where each parameter's gradient lies in one bucket.
 
     Attributes:
-        dtype: dtype of the sums.
+        dtype: dtype of the sums; complex parameters lie in it as pairs.
         parameters: indices into the trainable parameters.
         offsets: start of each, in elements.
         marks: start of the presence marks (last bucket only), one element per parameter.
@@ -70,8 +70,8 @@ def layout_buckets(
     filled: dict[torch.dtype, int] = {}
     for index in reversed(range(len(parameters))):
         parameter = parameters[index][1]
-        dtype = reduce_dtype or parameter.dtype
-        size = parameter.numel() * dtype.itemsize
+        dtype = reduce_dtype or parameter.dtype.to_real()
+        size = _length(parameter) * dtype.itemsize
         current = next((g for g in reversed(groups) if g[0] == dtype), None)
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
         if current is None or filled[dtype] + size > limit:
@@ -86,7 +86,7 @@ def layout_buckets(
         offsets, end = [], 0
         for index in members:
             offsets.append(end)
-            end += -(-parameters[index][1].numel() // step) * step
+            end += -(-_length(parameters[index][1]) // step) * step
         marks = None
         if number == len(groups) - 1:
             marks, end = end, end + len(parameters)
@@ -128,19 +128,22 @@ class Buckets:
         self.plan = plan
         self._on_complete = on_complete
         self._convert = any(
-            layout.dtype != parameters[i][1].dtype for layout in layouts for i in layout.parameters
+            layout.dtype != parameters[i][1].dtype.to_real()
+            for layout in layouts
+            for i in layout.parameters
         )
         device = parameters[0][1].device
         num_buffers = plan.num_slots + 1
         self._buffers = [
-            [torch.empty(layout.numel, dtype=layout.dtype, device=device) for _ in range(num_buffers)]
+            [
+                torch.empty(layout.numel, dtype=layout.dtype, device=device)
+                for _ in range(num_buffers)
+            ]
             for layout in layouts
         ]
         self._views = [self._views_of(bucket) for bucket in range(len(layouts))]
         self._bucket_of = {i: b for b, layout in enumerate(layouts) for i in layout.parameters}
-        self._place = {
-            i: place for layout in layouts for place, i in enumerate(layout.parameters)
-        }
+        self._place = {i: place for layout in layouts for place, i in enumerate(layout.parameters)}
         # Which buffer plays which part: swapping numbers costs nothing, copying would.
         self._active = [0] * len(layouts)
         self._slots = [list(range(1, num_buffers)) for _ in layouts]
@@ -255,10 +258,7 @@ class Buckets:
         layout = self.layouts[bucket]
         return [
             [
-                # Strided as the parameter: channels_last keeps its layout.
-                buffer.as_strided(
-                    self.parameters[i][1].size(), self.parameters[i][1].stride(), offset
-                )
+                _view(buffer, self.parameters[i][1], offset)
                 for i, offset in zip(layout.parameters, layout.offsets, strict=True)
             ]
             for buffer in self._buffers[bucket]
@@ -317,6 +317,18 @@ class Buckets:
             torch.add(buffers[slots[slot]], active, out=active)
         if push.keep is not None:
             self._active[bucket], slots[push.keep] = slots[push.keep], self._active[bucket]
+
+
+def _length(parameter: Tensor) -> int:
+    """Elements of the sums that a parameter takes."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _view(buffer: Tensor, parameter: Tensor, offset: int) -> Tensor:
+    # Strided as the parameter: channels_last keeps its layout.
+    if parameter.is_complex():
+        buffer, offset = torch.view_as_complex(buffer.view(-1, 2)), offset // 2
+    return buffer.as_strided(parameter.size(), parameter.stride(), offset)
 
 
 def _refuse_overlapping(parameters: NamedParameters) -> None:

@@ -91,6 +91,8 @@ def apply_update(
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm per parameter, then over parameters, 0-dim; never per bucket."""
+    """L2 norm per parameter, then over parameters, never per bucket; 0-dim, float32 or wider."""
     norms = torch._foreach_norm(gradients)
-    return torch.linalg.vector_norm(torch.stack([norm.to(torch.float32) for norm in norms]))
+    has_double = any(norm.dtype == torch.float64 for norm in norms)
+    dtype = torch.float64 if has_double else torch.float32
+    return torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in norms]))

@@ -18,7 +18,7 @@ def pool_of_session() -> Iterator[Pool]:
     # A short path: the name of a socket has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="pool-") as folder:
         pool = Pool(Path(folder))
-        pool._start()
+        pool.start()
         yield pool
         pool.close()
 

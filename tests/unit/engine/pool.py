@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from samestep.exact.numerics import environment
 FOLDER = Path(__file__).resolve().parent
 PLATFORM = FOLDER.parents[2] / "platform"
 NUM_PROCESSES = 4
+START_S = 100.0
 ANSWER_S = 60.0
-START_S = 60.0
 
 Task = tuple[str, dict[str, Any]]
 Answer = tuple[str, Any]
@@ -35,25 +36,41 @@ class Pool:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._parent: subprocess.Popen[bytes] | None = None
         self._connections: list[Connection] = []
         self._numbers = itertools.count()
 
+    def start(self) -> None:
+        spec = parse_spec({"workload": "m:C", "batch_size": 1, "max_steps": 1})
+        variables = {
+            **os.environ,
+            **environment(spec),
+            "PYTHONPATH": str(PLATFORM),
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Two threads each of four processes would spin on few cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        address = self.fresh_path()
+        command = [sys.executable, str(FOLDER / "worker.py"), address, str(NUM_PROCESSES)]
+        with Listener(address, family="AF_UNIX", backlog=NUM_PROCESSES) as listener:
+            listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
+            self._parent = subprocess.Popen(command, env=variables, start_new_session=True)
+            self._connections = [listener.accept() for _ in range(NUM_PROCESSES)]
+
     def run(self, tasks: Sequence[Task]) -> list[Answer]:
-        if not self._processes:
-            self._start()
+        if self._parent is None:
+            self.start()
         for connection, task in zip(self._connections, tasks, strict=False):
             connection.send(task)
         answers = []
-        for number in range(len(tasks)):
-            if not self._connections[number].poll(ANSWER_S):
-                self.close()
-                pytest.fail(f"process {number} of the pool did not answer: {tasks[number][0]}")
+        for connection, (name, _) in zip(self._connections, tasks, strict=False):
             try:
-                answers.append(self._connections[number].recv())
-            except EOFError:
+                if not connection.poll(ANSWER_S):
+                    raise TimeoutError(f"no answer in {ANSWER_S} s")
+                answers.append(connection.recv())
+            except (TimeoutError, EOFError) as error:
                 self.close()
-                pytest.fail(f"process {number} of the pool died: {tasks[number][0]}")
+                pytest.fail(f"task {name} of process {len(answers)}: {error!r}", pytrace=False)
         return answers
 
     def fresh_path(self) -> str:
@@ -63,29 +80,10 @@ class Pool:
     def close(self) -> None:
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        self._processes, self._connections = [], []
-
-    def _start(self) -> None:
-        spec = parse_spec({"workload": "m:C", "batch_size": 1, "max_steps": 1})
-        variables = {
-            **os.environ,
-            **environment(spec),
-            "PYTHONPATH": str(PLATFORM),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        address = self.fresh_path()
-        with Listener(address, family="AF_UNIX", backlog=NUM_PROCESSES) as listener:
-            listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
-            for _ in range(NUM_PROCESSES):
-                command = [sys.executable, str(FOLDER / "worker.py"), address]
-                self._processes.append(subprocess.Popen(command, env=variables))
-            self._connections = [listener.accept() for _ in range(NUM_PROCESSES)]
-        for connection in self._connections:
-            assert connection.poll(START_S), "a process of the pool did not start"
-            assert connection.recv() == "ready"
+        if self._parent is not None:
+            os.killpg(self._parent.pid, signal.SIGKILL)  # a session of its own
+            self._parent.wait()
+        self._parent, self._connections = None, []
 
 
 def spec_of(workload: str, **fields: Any) -> dict[str, Any]:
@@ -95,6 +93,7 @@ def spec_of(workload: str, **fields: Any) -> dict[str, Any]:
 
 
 def gathered(pool: Pool, name: str, world_size: int, **arguments: Any) -> list[Answer]:
+    """The answers of `world_size` workers of one group."""
     where = pool.fresh_path()
     return pool.run(
         [

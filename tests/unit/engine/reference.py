@@ -32,12 +32,19 @@ def tree_sum(leaves: list[Tensor | None]) -> Tensor | None:
     return level[0]
 
 
+def divided(tensor: Tensor, divisor: float) -> Tensor:
+    """True division, element by element; real and imaginary part alike."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    result = real / torch.full_like(real, divisor)
+    return torch.view_as_complex(result) if tensor.is_complex() else result
+
+
 class Reference:
     """Trains a workload step by step; `steps` yields what each step came to."""
 
     def __init__(self, spec: JobSpec, workload: Workload) -> None:
         self.spec, self.workload = spec, workload
-        self.model = self.seeded(0, workload.model)
+        self.model = self.seeded(0, workload.model).train()
         self.data: Any = self.seeded(1, workload.data)
         self.optimizer = self.seeded(2, lambda: workload.optimizer(self.model))
         self.scheduler = self.seeded(3, lambda: workload.scheduler(self.optimizer))
@@ -92,7 +99,7 @@ class Reference:
                 for parameter, column in zip(trainable, zip(*leaves, strict=True), strict=True):
                     root = tree_sum(list(column))
                     if root is not None:
-                        mean = root / torch.full_like(root, total / self.nominal)
+                        mean = divided(root, total / self.nominal)
                         parameter.grad = torch.empty_like(parameter).copy_(mean)
                 self.update(step)
             if self.scheduler is not None:
@@ -141,7 +148,11 @@ class Reference:
     def update(self, step: int) -> None:
         self.scaler.unscale_(self.optimizer)
         if self.spec.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip_norm)
+            having = [p for p in self.model.parameters() if p.grad is not None]
+            norms = [torch.linalg.vector_norm(p.grad) for p in having]
+            wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+            total = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
+            torch.nn.utils.clip_grads_with_norm_(having, self.spec.clip_norm, total)
         seed_everything(self.spec.seed, Purpose.OPTIMIZER, step)
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "12 shards": spec_of("Mlp", shards=12, batch_size=17, clip_norm=0.1),
     "empty last shards": spec_of("Mlp", shards=8, batch_size=10, args={"size": 23}),
     "idle worker": spec_of("Conv", shards=4, batch_size=8, args={"size": 17, "noisy": True}),
-    "weightless": spec_of("Weightless", shards=5, batch_size=10, args={"size": 21}),
+    "weightless": spec_of("Weightless", shards=5, batch_size=10, args={"size": 20}),
     "branch": spec_of("Branching", shards=6, batch_size=12),
     "frozen": spec_of("Frozen", args={"optimizer": "adamw"}),
     "bfloat16 weights": spec_of("LowPrecision", shards=7, batch_size=21),
