@@ -87,9 +87,10 @@ class Pool:
 
 
 def spec_of(workload: str, **fields: Any) -> dict[str, Any]:
-    """A spec as plain data for a workload of cases.py; `args` and the rest by name."""
+    """A spec as plain data for a workload of cases.py (or module:Class); fields by name."""
     defaults = {"batch_size": 10, "shards": 4, "max_steps": 100, "seed": 3}
-    return {"workload": f"cases:{workload}", **defaults, **fields}
+    workload = workload if ":" in workload else f"cases:{workload}"
+    return {"workload": workload, **defaults, **fields}
 
 
 def gathered(pool: Pool, name: str, world_size: int, **arguments: Any) -> list[Answer]:

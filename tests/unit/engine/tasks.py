@@ -8,13 +8,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from drive import drive
 from observe import Observation
 from reference import Reference
+from relay import target_of
 
 from samestep import JobSpec, Workload, parse_spec
+from samestep.engine.attempt import Place, run_attempt
+from samestep.engine.peers import Peers
 from samestep.exact import numerics
+from samestep.spec import dump_spec
 from samestep.workload import load_workload
 
 FOLDER = Path(__file__).resolve().parent
@@ -63,3 +68,35 @@ def engine(
     parsed, workload = prepared(spec)
     with group_of(where, world_rank, world_size) as group:
         return drive(parsed, workload, group, num_steps=num_steps, num_devices=num_devices)
+
+
+def attempt(
+    spec: dict[str, Any],
+    run: str,
+    where: str,
+    world_rank: int = 0,
+    world_size: int = 1,
+    num_devices: int = 1,
+) -> dict[str, Any]:
+    """One attempt of a run, from its newest checkpoint on, as a launcher would start it."""
+    parsed = parse_spec(spec)
+    with (
+        target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as target,
+        group_of(where, world_rank, world_size) as group,
+    ):
+        place = Place(
+            mode="ddp" if world_size > 1 else "local",
+            devices=[torch.device("cpu")] * num_devices,
+            peers=Peers(group),
+            group=group,
+            search=[FOLDER],
+            run_uri=run,
+            target=target,
+        )
+        planned = run_attempt(parsed, place)
+        status = target.call("status")
+        return {
+            "planned": planned,
+            "result": target.call("result"),
+            "verdict": target.call("verdict", status["attempt"]),
+        }
