@@ -1,0 +1,210 @@
+"""Step times against stock DistributedDataParallel, and what the exact reduction takes.
+
+    make bench                                     everything, under 30 minutes on two cores
+    make bench ARGS=--quick                        everything, a few minutes, to see that it works
+    make bench ARGS="--parts steps --models mlp"   a part of it
+
+How: all engines live in the same worker processes (torchrun starts them) and take steps in turn,
+in an order that changes from round to round, from the same batches in memory. Compared are the
+times of one round; of these ratios the median per launch, and of those the median, least and
+largest over launches. Step times by themselves drift too much to be compared.
+
+    steps         exact, fast and a plain DDP script under two sets of stock flags: the default,
+                  and gradient_as_bucket_view=True with set_to_none=False ("bucket view"); with
+                  several shards per worker the plain script accumulates under no_sync
+    profile       where the exact engine's time goes
+    counts        extra gradient buffers and bytes sent in a step, against the forecast
+    dataparallel  one process with all shards in turn against workers in parallel; on GPUs also
+                  stock nn.DataParallel
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from launches import LaunchError, launch
+from models import MODELS
+from ratios import step_rows
+from report import print_counts, print_dataparallel, print_profile, print_steps
+from rich.console import Console
+
+BASES = ("plain, default flags", "plain, bucket view")
+PARTS = ("steps", "profile", "counts", "dataparallel")
+
+# By number of workers, numbers of shards: powers of two and others, aligned and not.
+COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
+DATAPARALLEL_MODELS = ("digits", "mlp")
+DATAPARALLEL_SHARDS = 4
+
+QUICK = {"launches": 1, "rounds": 10}
+
+
+class Bench:
+    """The parts, and what they found so far."""
+
+    def __init__(self, options: argparse.Namespace, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self.found: dict[str, Any] = {
+            "machine": _machine(),
+            "options": {key: value for key, value in vars(options).items() if key != "output"},
+        }
+
+    def run(self) -> None:
+        """Runs the chosen parts one after another."""
+        parts: dict[str, Callable[[], None]] = {
+            "steps": self._steps,
+            "profile": self._profile,
+            "counts": self._counts,
+            "dataparallel": self._dataparallel,
+        }
+        for name in self._options.parts:
+            parts[name]()
+
+    def _launch(self, task: dict[str, Any], *, workers: int | None = None) -> Any:
+        task = {"threads": self._options.threads, "rounds": self._options.rounds, **task}
+        return launch(task, workers=workers or self._options.workers)
+
+    def _launches(self, task: dict[str, Any]) -> list[Any]:
+        return [self._launch(task) for _ in range(self._options.launches)]
+
+    def _steps(self) -> None:
+        self.found["steps"] = []
+        for name in self._options.models:
+            for shards in self._options.shards_per_worker:
+                task = {"kind": "steps", "model": name, "shards_per_worker": shards}
+                launches = self._launches(task)
+                engines = step_rows(launches, BASES)
+                exact = next(row for row in engines if row["engine"] == "exact")
+                found = {
+                    **task,
+                    "workers": self._options.workers,
+                    "shard_size": MODELS[name].shard_size,
+                    "is_judged": MODELS[name].is_judged,
+                    "engines": engines,
+                    "worst_ratio": max(ratio["median"] for ratio in exact["ratios"].values()),
+                    "launches_s": launches,
+                }
+                self.found["steps"].append(found)
+                print_steps(self._console, found, BASES)
+
+    def _profile(self) -> None:
+        self.found["profile"] = []
+        for name in self._options.models:
+            for shards in self._options.shards_per_worker:
+                task = {"kind": "profile", "model": name, "shards_per_worker": shards}
+                found = {**task, "parts_ms": self._launch(task)}
+                self.found["profile"].append(found)
+                print_profile(self._console, found)
+
+    def _counts(self) -> None:
+        self.found["counts"] = []
+        for workers, shards in COUNTED.items():
+            task = {"kind": "counts", "model": "digits", "shards": shards}
+            self.found["counts"] += self._launch(task, workers=workers)
+        print_counts(self._console, self.found["counts"])
+
+    def _dataparallel(self) -> None:
+        self.found["dataparallel"] = []
+        for name in DATAPARALLEL_MODELS:
+            if name not in self._options.models:
+                continue
+            task = {"kind": "dataparallel", "model": name, "shards": DATAPARALLEL_SHARDS}
+            launches = self._launches(task)
+            found = {
+                **task,
+                "workers": self._options.workers,
+                "gpus": torch.cuda.device_count(),
+                "engines": step_rows(launches, ["ddp"]),
+                "launches_s": launches,
+            }
+            self.found["dataparallel"].append(found)
+            print_dataparallel(self._console, found)
+
+
+def main() -> int:
+    options = _options()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    bench = Bench(options, console)
+    started = time.monotonic()
+    try:
+        bench.run()
+    except LaunchError as error:
+        console.print(str(error), markup=False)
+        return 1
+    finally:
+        bench.found["machine"]["load_average_at_end"] = os.getloadavg()
+        bench.found["took_s"] = time.monotonic() - started
+        options.output.write_text(json.dumps(bench.found, indent=1))
+        console.print(f"took {bench.found['took_s'] / 60:.1f} minutes; saved to {options.output}")
+    wrong = [row for row in bench.found.get("counts", []) if not row["as_forecast"]]
+    return 1 if wrong else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="1 launch of 10 rounds")
+    parser.add_argument("--parts", type=_chosen(PARTS), default=list(PARTS))
+    parser.add_argument("--models", type=_chosen(tuple(MODELS)), default=list(MODELS))
+    parser.add_argument("--shards-per-worker", type=_numbers, default=[1, 4], metavar="N,N")
+    parser.add_argument("--launches", type=_positive, help="of each group of workers (5)")
+    parser.add_argument("--rounds", type=_positive, help="of each launch (100)")
+    parser.add_argument("--workers", type=_positive, default=2)
+    parser.add_argument("--threads", type=_positive, default=1, help="per worker")
+    parser.add_argument("--output", type=Path, default=Path("bench.json"))
+    options = parser.parse_args()
+    options.launches = options.launches or (QUICK["launches"] if options.quick else 5)
+    options.rounds = options.rounds or (QUICK["rounds"] if options.quick else 100)
+    return options
+
+
+def _chosen(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(
+                    f"{name!r} is none of {', '.join(allowed)} (several: a,b)"
+                )
+        return names
+
+    return parse
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpus": torch.cuda.device_count(),
+        "load_average_at_start": os.getloadavg(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

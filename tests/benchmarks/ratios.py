@@ -1,0 +1,71 @@
+"""From times of alternating rounds to ratios with their spread."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Times = dict[str, list[float]]
+"""Seconds by name of the engine, one per round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median, least and largest of a number over launches."""
+
+    median: float
+    least: float
+    largest: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.least:.3f}, {self.largest:.3f}]"
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The spread of one number per launch."""
+    return Spread(median=statistics.median(values), least=min(values), largest=max(values))
+
+
+def paired_ratio(launches: Sequence[Times], name: str, base: str) -> Spread:
+    """Of each launch the median over rounds of `name`'s time over `base`'s in the same round."""
+    return spread(
+        [
+            statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+            for times in launches
+        ]
+    )
+
+
+def median_ms(launches: Sequence[Times], name: str) -> Spread:
+    """Of each launch the median step time in milliseconds: for orientation, not for comparing."""
+    return spread([1000 * statistics.median(times[name]) for times in launches])
+
+
+def step_rows(launches: Sequence[dict[str, Times]], bases: Sequence[str]) -> list[dict[str, Any]]:
+    """A row per engine: its step time, and its ratios to each of `bases` but itself.
+
+    Args:
+        launches: of each the times by kind, `wall_s` and `cpu_s`.
+        bases: names of engines.
+    """
+    wall = [launch["wall_s"] for launch in launches]
+    cpu = [launch["cpu_s"] for launch in launches]
+
+    def ratios(times: Sequence[Times], name: str) -> dict[str, Any]:
+        others = (base for base in bases if base != name)
+        return {base: paired_ratio(times, name, base).to_json() for base in others}
+
+    return [
+        {
+            "engine": name,
+            "step_ms": median_ms(wall, name).to_json(),
+            "ratios": ratios(wall, name),
+            "cpu_ratios": ratios(cpu, name),
+        }
+        for name in wall[0]
+    ]

@@ -1,0 +1,123 @@
+"""Tables for people, from what is saved as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+TARGET = 1.05
+AIM = 1.02
+
+
+def print_steps(console: Console, found: Mapping[str, Any], bases: Sequence[str]) -> None:
+    """Step times and ratios of one model at one number of shards per worker."""
+    table = _table(
+        f"{found['model']}, {found['shards_per_worker']} shards per worker of "
+        f"{found['shard_size']} samples, {found['workers']} workers",
+        "engine",
+        "step, ms",
+        *(f"over {base}" for base in bases),
+        *(f"CPU time over {base}" for base in bases),
+    )
+    for row in found["engines"]:
+        ratios = [row[kind].get(base) for kind in ("ratios", "cpu_ratios") for base in bases]
+        table.add_row(
+            row["engine"],
+            spread_text(row["step_ms"], digits=1),
+            *("" if ratio is None else spread_text(ratio) for ratio in ratios),
+        )
+    console.print(table)
+    console.print(_verdict(found))
+
+
+def print_profile(console: Console, found: Mapping[str, Any]) -> None:
+    """Where the exact engine's time goes."""
+    table = _table(
+        f"{found['model']}, {found['shards_per_worker']} shards per worker: the exact engine's "
+        "step on worker 0 under a stopwatch",
+        "part",
+        "ms",
+        "share",
+    )
+    parts = found["parts_ms"]
+    total = sum(parts.values())
+    for name, value in sorted(parts.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{value:.2f}", f"{value / total:.1%}")
+    table.add_row("in all", f"{total:.2f}", "")
+    console.print(table)
+
+
+def print_counts(console: Console, found: Iterable[Mapping[str, Any]]) -> None:
+    """Extra gradient buffers and traffic of a step."""
+    table = _table(
+        "extra gradient buffers and bytes sent in a step, counted",
+        "model",
+        "workers",
+        "shards",
+        "extra buffers by worker",
+        "MB sent by worker",
+        "busiest over a ring",
+        "as forecast",
+    )
+    for row in found:
+        size, ring = row["gradient_bytes"], row["ring_sent_bytes"]
+        sent = [worker["sent_bytes"] for worker in row["counted"]]
+        table.add_row(
+            row["model"],
+            str(row["workers"]),
+            str(row["shards"]),
+            " ".join(f"{worker['extra_buffer_bytes'] / size:g}" for worker in row["counted"]),
+            " ".join(f"{value / 1e6:.3g}" for value in sent),
+            f"{max(sent) / ring:.2f}" if ring else "",
+            "yes" if row["as_forecast"] else "NO",
+        )
+    console.print(table)
+
+
+def print_dataparallel(console: Console, found: Mapping[str, Any]) -> None:
+    """`dataparallel` against `ddp`."""
+    table = _table(
+        f"{found['model']}, {found['shards']} shards: {found['workers']} workers of ddp against "
+        "one process",
+        "engine",
+        "step, ms",
+        "over ddp",
+    )
+    for row in found["engines"]:
+        ratio = row["ratios"].get("ddp")
+        table.add_row(
+            row["engine"],
+            spread_text(row["step_ms"], digits=1),
+            "" if ratio is None else spread_text(ratio),
+        )
+    console.print(table)
+    if not found["gpus"]:
+        console.print("nn.DataParallel: not run, this machine has no GPU")
+
+
+def spread_text(spread: Mapping[str, float], *, digits: int = 3) -> str:
+    """`1.010 [0.990, 1.030]`: the median over launches, the least and the largest."""
+    median, least, largest = spread["median"], spread["least"], spread["largest"]
+    return f"{median:.{digits}f} [{least:.{digits}f}, {largest:.{digits}f}]"
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    if not found["is_judged"]:
+        return f"{found['model']}: not judged, its step is too small to tell engines by"
+    worst = found["worst_ratio"]
+    said = "reached" if worst <= TARGET else "MISSED"
+    aim = ", and so is the aim of" if worst <= AIM else "; the aim is"
+    return (
+        f"{found['model']}: exact is at {worst:.3f} of the faster plain script; at most {TARGET} "
+        f"is {said}{aim} {AIM}"
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
