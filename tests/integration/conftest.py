@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any
 
 import pytest
 import ray
+import yaml
 
 from samestep import JobSpec, parse_spec
 from samestep.cluster.environment import TRAIN_ENVIRONMENT, prepare_ray
 from samestep.exact import numerics
+
+WaitUntil = Callable[[Callable[[], Any], float, str], Any]
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = {
@@ -134,38 +138,57 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+@pytest.fixture
+def wait_until() -> WaitUntil:
     """The first true value of a condition that is looked at every 50 ms."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"{what}: not within {timeout_s:g} s")
+
+    def wait(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        deadline, pause = time.monotonic() + timeout_s, threading.Event()
+        while time.monotonic() < deadline:
+            value = condition()
+            if value:
+                return value
+            pause.wait(0.05)
+        raise AssertionError(f"{what}: not within {timeout_s:g} s")
+
+    return wait
 
 
-def start_command(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.Popen[str]:
-    """Starts `samestep` as a user would; its output goes to pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "samestep", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "platform"), "COLUMNS": "200"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        **options,
-    )
+@pytest.fixture
+def start_command() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `samestep` as a user would, in a group of its own; its output goes to one pipe."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "samestep", *map(str, arguments)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "platform"), "COLUMNS": "200"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
 
 
-def write_job(folder: Path, path: Path, **fields: Any) -> Path:
-    """Writes a job file of the tiny workload beside a link to it."""
-    import yaml
+@pytest.fixture
+def write_job(folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a job file of the tiny workload, beside it, with fields replaced."""
 
-    path.mkdir(parents=True, exist_ok=True)
-    target = path / "tiny.py"
-    if not target.exists():
-        target.symlink_to(folder / "tiny.py")
-    job = path / "job.yaml"
-    job.write_text(yaml.safe_dump({**JOB, "storage": str(path / "runs"), **fields}))
-    return job
+    def write(**fields: Any) -> Path:
+        path = tmp_path / "job"
+        path.mkdir(exist_ok=True)
+        (path / "tiny.py").write_text((folder / "tiny.py").read_text())
+        job = path / "job.yaml"
+        job.write_text(yaml.safe_dump({**JOB, "storage": str(tmp_path / "runs"), **fields}))
+        return job
+
+    return write

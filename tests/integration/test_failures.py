@@ -8,21 +8,22 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import wait_until
 
 from samestep import ExitStatus, JobSpec, PlacementError, train
 from samestep.checkpoint.storage import Storage
 from samestep.telemetry.past import read_past
 
 MakeSpec = Callable[..., JobSpec]
+WaitUntil = Callable[[Callable[[], Any], float, str], Any]
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(400)]
 
 
 def test_a_killed_worker_costs_a_restart_and_no_bit(
-    make_spec: MakeSpec, folder: Path, tmp_path: Path
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     straight = train(make_spec(mode="local"), name="straight", search=[folder])
     gate = tmp_path / "gate"
@@ -61,7 +62,9 @@ def test_an_exception_of_the_workload_is_told_whole_and_not_retried(
     assert 'raise ValueError("the workload\'s own message")' in outcome.message
     run = Storage.at(outcome.run)
     assert len(read_past(run).attempts) == 1
-    incidents = [json.loads(run.read(f"incidents/{i}/incident.json")) for i in run.list("incidents")]
+    incidents = [
+        json.loads(run.read(f"incidents/{i}/incident.json")) for i in run.list("incidents")
+    ]
     assert {incident["kind"] for incident in incidents} == {"exception"}
     assert {incident["step"] for incident in incidents} == {5}
 
@@ -87,7 +90,9 @@ def test_no_room_for_the_fewest_workers_is_bad_input_where_nothing_may_fall_back
 def test_auto_falls_back_to_dataparallel_on_a_single_node_without_room(
     make_spec: MakeSpec, folder: Path
 ) -> None:
-    spec = make_spec(mode="auto", workers=4, resources={"cpu": 2}, faults={"placement_timeout_s": 1})
+    spec = make_spec(
+        mode="auto", workers=4, resources={"cpu": 2}, faults={"placement_timeout_s": 1}
+    )
     said: list[str] = []
     outcome = train(
         spec,
@@ -101,7 +106,7 @@ def test_auto_falls_back_to_dataparallel_on_a_single_node_without_room(
 
 
 def test_a_second_submit_of_a_live_run_follows_it(
-    make_spec: MakeSpec, folder: Path, tmp_path: Path
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()

@@ -13,7 +13,7 @@ from samestep.replay.compare import Verdict, compare_runs
 
 MakeSpec = Callable[..., JobSpec]
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(400)]
 
 
 def test_every_number_of_workers_and_every_mode_gives_the_same_ledger_and_weights(

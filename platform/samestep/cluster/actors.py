@@ -72,7 +72,7 @@ def start_recorder(run_uri: str, run: str, spec_yaml: str) -> tuple[Any, RayTarg
         SamestepError: the run directory can't be used.
     """
     here = ray.get_runtime_context().get_node_id()
-    actor = (
+    actor: Any = (
         ray.remote(RecorderHost)
         .options(
             num_cpus=0,

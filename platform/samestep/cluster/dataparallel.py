@@ -82,7 +82,8 @@ def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -
     }
     failure = None
     for _ in range(spec.faults.retries.infrastructure + 1):
-        actor = ray.remote(Trainer).options(num_cpus=spec.resources.cpu, num_gpus=gpus).remote()
+        remote: Any = ray.remote(Trainer).options(num_cpus=spec.resources.cpu, num_gpus=gpus)
+        actor = remote.remote()
         try:
             pending = [actor.run.remote(config)]
             while pending:
@@ -103,7 +104,7 @@ def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -
 def _gpus(spec: JobSpec) -> int:
     if not spec.resources.gpu:
         return 0
-    most = max(math.floor(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+    most: int = max(math.floor(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
     if most == 0:
         raise PlacementError(
             "resources.gpu is 1, but no node of the cluster has a GPU: set resources.gpu: 0 to "

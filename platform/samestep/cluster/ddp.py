@@ -31,6 +31,8 @@ def fit(order: Order, target: RayTarget) -> str | None:
     """
     spec = order.spec
     workers = spec.workers
+    # Typed as of Ray Train's first version, which knew no (min, max).
+    num_workers: Any = workers.min if workers.min == workers.max else (workers.min, workers.max)
     trainer = ExactTorchTrainer(
         train_worker,
         train_loop_config={
@@ -44,7 +46,7 @@ def fit(order: Order, target: RayTarget) -> str | None:
             timeout_s=int(max(1, spec.faults.hang_timeout_s)),
         ),
         scaling_config=ScalingConfig(
-            num_workers=workers.min if workers.min == workers.max else (workers.min, workers.max),
+            num_workers=num_workers,
             use_gpu=bool(spec.resources.gpu),
             resources_per_worker=worker_resources(spec),
         ),
@@ -75,9 +77,7 @@ def train_worker(config: dict[str, Any]) -> None:
     spec: JobSpec = parse_spec(yaml.safe_load(config["spec"]))
     refuse_breakpoints("this is one of several workers")
     # A gloo group of our own with a timeout of its own: new_group ignores the one given to init.
-    control = dist.new_group(
-        backend="gloo", timeout=timedelta(seconds=spec.faults.hang_timeout_s)
-    )
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.faults.hang_timeout_s))
     device = ray.train.torch.get_device() if spec.resources.gpu else torch.device("cpu")
     place = Place(
         mode="ddp",

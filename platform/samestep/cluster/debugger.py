@@ -6,6 +6,7 @@ met, and pdb talks over that connection until the program goes on.
 
 from __future__ import annotations
 
+import contextlib
 import pdb
 import secrets
 import select
@@ -151,10 +152,8 @@ class _Wire:
         if self._files is not None:
             connection, file = self._files
             self._files = None
-            try:
+            with contextlib.suppress(OSError):
                 file.close()
-            except OSError:
-                pass
             connection.close()
 
     def _file(self) -> Any:

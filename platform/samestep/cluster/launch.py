@@ -13,7 +13,7 @@ from typing import Any
 from samestep.checkpoint.storage import Storage
 from samestep.errors import ExitStatus, RunConflictError, SpecError, StorageError
 from samestep.names import Env, RunState
-from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields, dump_spec
+from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields
 from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.link import Target
@@ -115,9 +115,7 @@ def train(
     finished = _finished(run, name, spec)
     if finished is not None:
         return finished
-    order = Order(
-        spec=spec, name=name, run_uri=run.uri, search=search, no_fallback=no_fallback
-    )
+    order = Order(spec=spec, name=name, run_uri=run.uri, search=search, no_fallback=no_fallback)
     if spec.mode is Mode.LOCAL:
         from samestep.cluster.local import run_local
 
@@ -261,5 +259,3 @@ def _attach(run: Storage, name: str, observer: Observer) -> Outcome | None:
 
 def _nothing(_: dict[str, Any]) -> None:
     """The observer of those who don't look."""
-
-

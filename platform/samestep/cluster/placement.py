@@ -1,4 +1,4 @@
-"""Which mode `auto` means here, and whether the cluster has room; decided before anything starts."""
+"""Which mode `auto` means here, and whether there is room; decided before anything starts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def settle_mode(spec: JobSpec, session: Session, *, no_fallback: bool) -> tuple[
         and spec.reduction == "exact"
     )
     if may_fall_back and slots <= 1:
-        return Mode.DATAPARALLEL, f"a single node with {slots} slot(s): falling back to dataparallel"
+        return (
+            Mode.DATAPARALLEL,
+            f"a single node with {slots} slot(s): falling back to dataparallel",
+        )
     if slots >= spec.workers.min and _has_room(spec):
         return Mode.DDP, ""
     what = (

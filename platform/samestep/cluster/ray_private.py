@@ -32,7 +32,8 @@ class ExactTorchTrainer(TorchTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         dropped = (PlacementGroupCleanerCallback, DatasetsCallback)
-        return [cb for cb in super()._create_default_callbacks() if not isinstance(cb, dropped)]
+        made = super()._create_default_callbacks()  # type: ignore[misc]
+        return [cb for cb in made if not isinstance(cb, dropped)]
 
 
 @contextmanager

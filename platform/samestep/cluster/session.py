@@ -20,6 +20,7 @@ from samestep.spec import JobSpec
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True, kw_only=True)
 class Session:
     """A connection to Ray.
@@ -46,9 +47,7 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     environment = {**numerics.environment(spec), **TRAIN_ENVIRONMENT}
     runtime_env: dict[str, Any] = {"env_vars": environment}
     if ray.is_initialized():
-        missing = [
-            name for name in numerics.environment(spec) if not _in_runtime_env(name)
-        ]
+        missing = [name for name in numerics.environment(spec) if not _in_runtime_env(name)]
         if missing:
             raise InputError(
                 "Ray is already initialised in this process without the environment that "
@@ -61,7 +60,7 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     notes: list[str] = []
     if address:
         ray.init(
-            address=address, runtime_env=runtime_env, log_to_driver=True, logging_level="WARNING"
+            address=address, runtime_env=runtime_env, log_to_driver=True, logging_level=logging.WARNING
         )
     else:
         notes = _start_local(spec, runtime_env)
@@ -86,7 +85,7 @@ def _start_local(spec: JobSpec, runtime_env: dict[str, Any]) -> list[str]:
         include_dashboard=False,
         runtime_env=runtime_env,
         log_to_driver=True,
-        logging_level="WARNING",
+        logging_level=logging.WARNING,
     )
     return notes
 

@@ -191,7 +191,7 @@ class Buckets:
         """
         self._in_backward, self._dry = True, dry
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         finally:
             self._in_backward = False
 

@@ -130,7 +130,7 @@ def make_replicas(
         ranges = [shard_range(spec.shards, len(devices), place) for place in range(len(devices))]
     else:
         ranges = [shard_range(spec.shards, peers.world_size, peers.world_rank)]
-    replicas = []
+    replicas: list[Replica] = []
     for device, shards in zip(devices, ranges, strict=True):
         model = built.parts.model
         if replicas:

@@ -95,4 +95,5 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     norms = torch._foreach_norm(gradients)
     has_double = any(norm.dtype == torch.float64 for norm in norms)
     dtype = torch.float64 if has_double else torch.float32
-    return torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in norms]))
+    return total

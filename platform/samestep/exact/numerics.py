@@ -155,7 +155,7 @@ def fingerprint(spec: JobSpec, device_type: str) -> dict[str, dict[str, Any]]:
             "gpu": properties.name,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "nccl": list(torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]
+            "nccl": list(torch.cuda.nccl.version()),
             "tf32": torch.backends.cuda.matmul.allow_tf32,
             "cudnn_tf32": torch.backends.cudnn.allow_tf32,
             "cudnn_benchmark": torch.backends.cudnn.benchmark,

@@ -1,0 +1,92 @@
+"""The command line as a user meets it: stop and resume, exit statuses, a breakpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep import load_spec, train
+
+pytestmark = pytest.mark.timeout(400)
+
+StartCommand = Callable[..., subprocess.Popen[str]]
+WriteJob = Callable[..., Path]
+WaitUntil = Callable[[Callable[[], Any], float, str], Any]
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes_under_another_size(
+    start_command: StartCommand, write_job: WriteJob, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    job = write_job(args={"pause_s": 0.2, "gate": str(gate)}, checkpoint={"every_steps": 0})
+    straight = train(load_spec(job, {"mode": "local"}), name="straight", search=[job.parent])
+
+    before = set(os.listdir(gate))
+    first = start_command("train", job, "--name", "stopped", "--workers", "2", cwd=tmp_path)
+    wait_until(lambda: set(os.listdir(gate)) - before, 120, "the first step")
+    first.send_signal(signal.SIGINT)
+    output, _ = first.communicate(timeout=120)
+    assert first.returncode == 3, output
+    assert "interrupted" in output
+    stopped_at = int(re.search(r"checkpoint at step (\d+)", output)[1])  # type: ignore[index]
+    assert 0 < stopped_at < 12
+
+    second = start_command(
+        "train", job, "--name", "stopped", "--mode", "dataparallel", cwd=tmp_path
+    )
+    output, _ = second.communicate(timeout=240)
+    assert second.returncode == 0, output
+    assert f"attempt 2 starts at step {stopped_at}" in output
+    assert straight.digest in output
+
+    compared = start_command(
+        "compare", tmp_path / "runs/straight", tmp_path / "runs/stopped", cwd=tmp_path
+    )
+    output, _ = compared.communicate(timeout=120)
+    assert compared.returncode == 0, output
+    assert "identical" in output
+
+
+def test_sigterm_to_the_driver_is_a_planned_stop(
+    start_command: StartCommand, write_job: WriteJob, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    job = write_job(args={"pause_s": 0.2, "gate": str(gate)})
+    process = start_command("train", job, "--name", "t", "--mode", "local", cwd=tmp_path)
+    wait_until(lambda: os.listdir(gate), 60, "the first step")
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 3, output
+    assert "stop requested: SIGTERM" in output
+
+
+def test_a_breakpoint_in_the_actor_reaches_the_terminal_that_started_the_run(
+    start_command: StartCommand, write_job: WriteJob, tmp_path: Path
+) -> None:
+    job = write_job(args={"break_at": 2})
+    process = start_command(
+        "train", job, "--mode", "dataparallel", cwd=tmp_path, stdin=subprocess.PIPE
+    )
+    output, _ = process.communicate("p answer, step\ncontinue\n", timeout=240)
+    assert process.returncode == 0, output
+    assert "(42, 2)" in output
+    assert "done" in output
+
+
+def test_bad_input_ends_with_status_2_and_says_what_is_allowed(
+    start_command: StartCommand, write_job: WriteJob, tmp_path: Path
+) -> None:
+    process = start_command("train", write_job(shard=3), cwd=tmp_path)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "shard: unknown field; did you mean shards?" in output
+    assert "Traceback" not in output
