@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,17 @@ def test_the_module_that_is_dynamic_is_named() -> None:
     model[1].compile(backend="eager", dynamic=True)
     with pytest.raises(NotExactError, match="module 1 is compiled for dynamic shapes"):
         compiled.refuse_dynamic(model)
+
+
+def test_a_copy_of_a_compiled_model_is_compiled_and_has_its_own_weights() -> None:
+    model = compiled_cases.Body()
+    model.compile(backend=compiled_cases.noting, dynamic=False)
+    twin = copy.deepcopy(model)
+    compiled.compile_alike(twin, model, num_copies=2)
+    with torch.no_grad():
+        twin.inner.weight.zero_()
+        twin.inner.bias.fill_(1.0)
+    x = torch.ones(3, 8)
+    assert torch.equal(twin(x), torch.full((3, 8), 2.0))
+    assert len(compiled_cases.GRAPHS) == 1
+    assert not torch.equal(model(x), twin(x))
