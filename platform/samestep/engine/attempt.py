@@ -145,7 +145,7 @@ class _Attempt:
             workload=built.workload,
             replicas=replicas,
             peers=peers,
-            group=place.group,
+            group=place.group if peers.world_size > 1 else None,
             scale=scale,
         )
         self._engine = exact
