@@ -14,6 +14,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.errors import ExitStatus, RunConflictError, SpecError, StorageError
 from samestep.names import Env, RunState
 from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields
+from samestep.spec_training import source_uri
 from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.link import Target
@@ -102,6 +103,7 @@ def train(
             "or digit, and have at most 63 characters"
         )
     run = Storage.at(run_uri(spec, name))
+    spec = _with_source(spec)
     observer = observer or _nothing
     search = tuple(path.resolve() for path in (search or [Path.cwd()]))
     _refuse_other_job(run, spec, restart)
@@ -147,6 +149,28 @@ def run_uri(spec: JobSpec, name: str) -> str:
             "gs://"
         )
     return str(Path(storage).resolve() / name)
+
+
+def _with_source(spec: JobSpec) -> JobSpec:
+    """The spec with the place of `init_from` spelled out, for workers elsewhere.
+
+    Raises:
+        SpecError: a relative path inside a submitted Ray job, whose working directory is a copy.
+    """
+    path = spec.init_from.path
+    uri = source_uri(spec.init_from, spec.storage)
+    if path is None or uri is None:
+        return spec
+    is_relative = "/" in path and "://" not in path and not os.path.isabs(path)
+    if is_relative and os.environ.get(Env.RAY_JOB_CONFIG):
+        raise SpecError(
+            f"init_from.path {path!r} is relative, and the working directory of a submitted Ray "
+            "job is a copy: give the name of a run in storage, an absolute path that all nodes "
+            "share, or a URI"
+        )
+    return spec.model_copy(
+        update={"init_from": spec.init_from.model_copy(update={"path": uri})}
+    )
 
 
 def finish_if_open(target: Target, failure: str | None) -> dict[str, Any]:
@@ -216,6 +240,10 @@ def _finished(run: Storage, name: str, spec: JobSpec) -> Outcome | None:
     before = read_spec(run)
     asked = (spec.epochs, spec.max_steps)
     if asked != (before.epochs, before.max_steps) and not _is_less(spec, before):
+        return None
+    if result.get("reason") == "early_stop" and (
+        spec.early_stop.patience > before.early_stop.patience
+    ):
         return None
     return _outcome(run, name, result)
 
