@@ -250,9 +250,10 @@ class Buckets:
         }
 
     def close(self) -> None:
-        """Takes the hooks off and lets the gradients go."""
+        """Takes the hooks off and lets the gradients go, and whoever waited for buckets."""
         for handle in self._handles:
             handle.remove()
+        self._on_complete = _nobody
         for _, parameter in self.parameters:
             parameter.grad = None
 
@@ -341,6 +342,10 @@ def _refuse_sparse(name: str, gradient: Tensor) -> None:
             f"the gradient of {name} is sparse ({gradient.layout}): make it dense "
             "(sparse=False, or grad.to_dense() in a hook of yours)"
         )
+
+
+def _nobody(_: int) -> None:
+    """Who is told of complete buckets once the buckets are closed."""
 
 
 def _length(parameter: Tensor) -> int:

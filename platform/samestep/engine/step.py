@@ -113,9 +113,14 @@ class StepEngine:
         return self.replicas[0]
 
     def close(self) -> None:
-        """Takes hooks and gradients off the models."""
+        """Takes hooks and gradients off the models, and lets go of the process group.
+
+        Nothing is left that refers in a circle: the group's sockets close, and so free the other
+        workers, as soon as the last frame is gone that holds it.
+        """
         for replica in self.replicas:
             replica.buckets.close()
+        vars(self).pop("exchange", None)
 
     def compute(self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int) -> Reduced:
         """Forward and backward of this process's shards, and the reduction over all.
@@ -128,6 +133,9 @@ class StepEngine:
                 _copy_flags(self.main.model, replica.model)
             self.close()
             self._build()
+            # Buckets of other sizes would break the connection: nobody sends one before all have
+            # the same. A worker that froze nothing meets this message in its own small talk.
+            self._checked(self._peers.gather(self._message(plans, flag, {}))(), step)
         self.exchange.post()
         for replica in self.replicas:
             replica.buckets.start_step()
