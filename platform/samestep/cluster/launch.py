@@ -37,7 +37,8 @@ class Outcome:
         step: steps taken.
         digest: SHA-256 over weights, optimizer state and position of the last checkpoint.
         evaluation: metrics of the last evaluation, if there was one.
-        message: why it failed; empty otherwise.
+        message: why it failed, or was done early; empty otherwise.
+        best: the best checkpoint: `step`, `metric` and `score`; None where there is none.
     """
 
     run: str
@@ -48,6 +49,7 @@ class Outcome:
     digest: str
     evaluation: dict[str, float] | None
     message: str
+    best: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +214,7 @@ def _outcome(run: Storage, name: str, result: dict[str, Any]) -> Outcome:
         digest=str(result["digest"]),
         evaluation=result["evaluation"],
         message=str(result["message"]),
+        best=result.get("best"),
     )
 
 

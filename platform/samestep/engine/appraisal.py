@@ -106,6 +106,12 @@ class Appraisal:
             f"(the last one after {self._without_score} steps); the latest stands for it"
         )
 
+    def best_as_json(self) -> dict[str, Any] | None:
+        """Steps before the best checkpoint, and what it is the best by; None without one."""
+        if self.ranking is None or self.best is None:
+            return None
+        return {"step": self.best[0], "metric": self.ranking.metric, "score": self.best[1]}
+
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the scheduler's own state; empty without any."""

@@ -115,7 +115,6 @@ class Loop:
         reason = "stop"
         if done:
             reason = "early_stop" if self._step < self._built.end_step else "end"
-        best = appraisal.best
         self._target.call(
             "finish",
             self._attempt,
@@ -125,7 +124,7 @@ class Loop:
                 "step": self._step,
                 "digest": self._committed[1],
                 "evaluation": self._evaluation,
-                "best": {"step": best[0], "score": best[1]} if best else None,
+                "best": appraisal.best_as_json(),
                 "exit_status": int(ExitStatus.DONE if done else ExitStatus.INTERRUPTED),
                 "message": (appraisal.stop_reason or "") if reason == "early_stop" else "",
             },
