@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from samestep.spec_part import BITS, FREE, Part
 
@@ -122,6 +122,13 @@ class EarlyStop(Part):
     )
 
 
+def _which(value: object) -> object:
+    is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value not in (LATEST, BEST) and not is_step:
+        raise ValueError(f"give {LATEST}, {BEST} or a number of steps")
+    return value
+
+
 class InitFrom(Part):
     """The weights to start from; `init_from: PATH` is short for `{path: PATH}`.
 
@@ -137,7 +144,7 @@ class InitFrom(Part):
         ),
         json_schema_extra=BITS,
     )
-    checkpoint: Literal["latest", "best"] | Annotated[int, Field(ge=0)] = Field(
+    checkpoint: Annotated[str | int, BeforeValidator(_which)] = Field(
         LATEST,
         description="of a run: the newest checkpoint, its best one, or that after so many steps",
         json_schema_extra=BITS,

@@ -92,8 +92,8 @@ class Workload:
 
     The arguments of `__init__` are the job file's `args`. Each method is called once per worker
     process and attempt, except `loss`, `evaluate`, `order`, `collate`, `before_step` and the
-    hooks. Random numbers may be drawn anywhere with torch, NumPy's global generator or `random`: they are
-    seeded so that the number of workers and loader processes does not matter.
+    hooks. Random numbers may be drawn anywhere with torch, NumPy's global generator or `random`:
+    they are seeded so that the number of workers and loader processes does not matter.
     """
 
     dimensions: ClassVar[Mapping[str, Sequence[int | None]]] = {}

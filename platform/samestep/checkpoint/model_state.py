@@ -110,7 +110,8 @@ def ema_mismatches(
         return []
     if list(ema) != saved:
         return [f"ema: averages of {saved} in the checkpoint, now of {list(ema)}"]
-    return [line for n, t in ema.items() for line in differences(f"ema/{n}", tensors[f"ema/{n}"], t)]
+    kept = {f"ema/{name}": average for name, average in ema.items()}
+    return [line for n, average in kept.items() for line in differences(n, tensors[n], average)]
 
 
 def restore_ema(ema: Mapping[str, Tensor] | None, tensors: Mapping[str, Tensor]) -> None:

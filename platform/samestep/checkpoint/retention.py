@@ -13,8 +13,8 @@ from samestep.checkpoint.storage import Storage
 def apply_retention(run: Storage, keep: int, protect: Collection[int] = ()) -> list[int]:
     """Deletes whole checkpoints except the `keep` newest, the best and those in `protect`.
 
-    The best is so by what the newest one says that the run ranks by. The manifest goes first: what is half deleted does not exist. Unfinished ones and those set
-    aside are left alone.
+    The best is so by what the newest one says that the run ranks by. The manifest goes first: what
+    is half deleted does not exist. Unfinished ones and those set aside are left alone.
 
     Returns:
         The steps whose checkpoints were deleted, oldest first.

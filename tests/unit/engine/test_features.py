@@ -20,7 +20,18 @@ from samestep.telemetry.past import read_past
 
 Results = Callable[..., list[dict[str, Any]]]
 NUM_STEPS = 6
-OWN = {"optimizer", "scores", "schedule", "name", "metric", "without", "kind", "seen", "raises_at", "lazily"}
+OWN = {
+    "optimizer",
+    "scores",
+    "schedule",
+    "name",
+    "metric",
+    "without",
+    "kind",
+    "seen",
+    "raises_at",
+    "lazily",
+}
 FALLING = [3, 2, 4, 1, 0, 2]
 FP16 = {"init_scale": 8.0, "growth_interval": 2}
 
