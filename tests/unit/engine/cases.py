@@ -358,7 +358,7 @@ class Dtypes(Base):
 
 
 class Modes(Base):
-    """The model comes in eval mode, with dropout in it; a submodule's attribute follows the step."""
+    """The model comes in eval mode, with dropout in it, whose share follows the step."""
 
     def net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.4), nn.Linear(9, 1)).eval()

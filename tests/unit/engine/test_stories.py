@@ -250,6 +250,6 @@ def story(workload: str, **fields: Any) -> dict[str, Any]:
     own = {"size", "of", "kind", "schedule", "marker"}
     args = {key: value for key, value in fields.items() if key in own}
     rest = {key: value for key, value in fields.items() if key not in own}
-    if "epochs" in rest and rest["epochs"]:
+    if rest.get("epochs"):
         rest["max_steps"] = None
     return spec_of(f"stories:{workload}", args=args, **rest)
