@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class Odd(Base):
         at: the step at which a fault in mid-run shows.
     """
 
-    dimensions = {"1": (None, 1)}
+    dimensions: ClassVar = {"1": (None, 1)}
 
     def __init__(self, *, fault: str, at: int = 2, **kwargs: Any) -> None:
         super().__init__(**kwargs)
