@@ -104,7 +104,9 @@ def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -
 def _gpus(spec: JobSpec) -> int:
     if not spec.resources.gpu:
         return 0
-    most: int = max(math.floor(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+    most: int = max(
+        math.floor(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]
+    )
     if most == 0:
         raise PlacementError(
             "resources.gpu is 1, but no node of the cluster has a GPU: set resources.gpu: 0 to "

@@ -63,7 +63,10 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     notes: list[str] = []
     if address:
         ray.init(
-            address=address, runtime_env=runtime_env, log_to_driver=True, logging_level=logging.WARNING
+            address=address,
+            runtime_env=runtime_env,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
         )
     else:
         notes = _start_local(spec, runtime_env)
