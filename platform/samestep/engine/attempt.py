@@ -60,6 +60,7 @@ class Place:
         search: folders in which the workload's module is looked for.
         run_uri: the run directory.
         target: the run's recorder.
+        output_folder: for files of the workload's own in this worker.
     """
 
     mode: str
@@ -69,6 +70,7 @@ class Place:
     search: list[Path]
     run_uri: str
     target: Target
+    output_folder: Path | None = None
 
 
 def run_attempt(spec: JobSpec, place: Place) -> bool:
@@ -120,7 +122,10 @@ class _Attempt:
         fingerprint = numerics.fingerprint(spec, device.type)
         mixed = compare_fingerprints(spec, peers, fingerprint)
         require_shared_storage(self._run, peers)
-        built = build(spec, load_workload(spec.workload, spec.args, place.search), device)
+        workload = load_workload(
+            spec.workload, spec.args, place.search, output_folder=place.output_folder
+        )
+        built = build(spec, workload, device)
         check_encodable(built.parts)
         saved = self._resume(built)
         self._step = saved.step
@@ -212,6 +217,12 @@ class _Attempt:
             message=message,
             traceback=text,
         )
+        # Users are told by the verdict; this is for the worker's log.
+        logger.info(
+            "attempt=%s step=%s world_rank=%s failed",
+            *(self._attempt, self._step, self._peers.world_rank),
+            exc_info=error,
+        )
         status = int(error.exit_status) if isinstance(error, SamestepError) else 1
         target = self._place.target
         if self._link is not None:
@@ -296,6 +307,7 @@ class _Attempt:
                 "world_size": self._peers.world_size,
                 "numerics": fingerprint,
                 "hosts": hosts,
+                "search": [str(folder) for folder in self._place.search],
                 "devices": [str(device) for device in self._place.devices],
                 "total_steps": built.end_step,
                 "steps_per_epoch": built.order.steps_per_epoch,
@@ -314,7 +326,7 @@ class _Attempt:
         self._attempt = int(told["attempt"])
         if self._peers.world_rank == 0:
             self._link = Link(self._place.target, self._attempt, "0")
-        logger.debug(
+        logger.info(
             "attempt=%s step=%s world_rank=%s world_size=%s mode=%s begins",
             self._attempt,
             saved.step,
