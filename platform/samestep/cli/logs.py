@@ -45,6 +45,8 @@ def logs(
     try:
         for log, line in lines:
             print(f"worker {log.world_rank} | {line}" if named else line, flush=follow_on)
+    except KeyboardInterrupt:  # the usual end of following
+        return
     except BrokenPipeError:  # the reader (head, less) has seen enough
         sys.stderr.close()
 

@@ -57,7 +57,7 @@ class Trainer:
                 peers=Peers(None),
                 group=None,
                 search=desk.search,
-                output_folder=desk.output_folder,
+                files=desk.files,
                 run_uri=config["run_uri"],
                 target=target,
             ),

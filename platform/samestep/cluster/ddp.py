@@ -97,7 +97,7 @@ def _attempt(config: dict[str, Any], desk: Desk) -> bool:
         peers=Peers(control if dist.get_world_size() > 1 else None),
         group=dist.group.WORLD if spec.resources.gpu else control,
         search=desk.search,
-        output_folder=desk.output_folder,
+        files=desk.files,
         run_uri=config["run_uri"],
         target=config["target"],
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.stray_writes import warn_of_stray_writes
-from samestep.telemetry.logs import worker_files
+from samestep.telemetry.logs import WorkerFiles, worker_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,15 @@ class Folders:
 
 @dataclass(frozen=True, kw_only=True)
 class Desk:
-    """A worker's folders on its machine.
+    """Where a worker works on its machine.
 
     Attributes:
         search: where to look for the workload's module.
-        output_folder: for files of the worker's own.
+        files: what it may write beside the run's own.
     """
 
     search: list[Path]
-    output_folder: Path
+    files: WorkerFiles
 
 
 @contextmanager
@@ -92,5 +92,5 @@ def at_desk(config: Mapping[str, Any], *, world_rank: int, world_size: int) -> I
     # The present one is the attempt before: the next begins when all workers have met.
     attempt = int(config["target"].call("status")["attempt"]) + 1
     run = Storage.at(config["run_uri"])
-    with worker_files(run, attempt=attempt, world_rank=world_rank) as output_folder:
-        yield Desk(search=search, output_folder=output_folder)
+    with worker_files(run, attempt=attempt, world_rank=world_rank) as files:
+        yield Desk(search=search, files=files)

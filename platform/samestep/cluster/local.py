@@ -48,7 +48,7 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
             global_generators_kept(),
             monitor.signals(),
             monitor.polling(),
-            worker_files(Storage.at(order.run_uri), attempt=attempt, world_rank=0) as outputs,
+            worker_files(Storage.at(order.run_uri), attempt=attempt, world_rank=0) as files,
         ):
             place = Place(
                 mode="local",
@@ -56,7 +56,7 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
                 peers=Peers(None),
                 group=None,
                 search=list(order.search),
-                output_folder=outputs,
+                files=files,
                 run_uri=order.run_uri,
                 target=target,
             )

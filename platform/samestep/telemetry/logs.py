@@ -15,8 +15,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO, cast
 
@@ -28,8 +29,22 @@ from samestep.names import ATTEMPT_PREFIX, LOG_SUFFIX, LOGS_DIR, OUTPUTS_DIR, WO
 MAX_UPLOAD_BYTES: Final = 64 << 20
 # A line without an end (a progress bar) is written out at this length.
 MAX_LINE: Final = 1 << 16
+STAMP: Final = "%Y-%m-%d %H:%M:%S"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFiles:
+    """What a worker may write beside the run's own files.
+
+    Attributes:
+        output_folder: for files of the workload's own; made by whoever needs it.
+        note: adds a line to this worker's log alone, not to what it prints.
+    """
+
+    output_folder: Path
+    note: Callable[[str], None]
 
 
 def log_name(attempt: int, world_rank: int) -> str:
@@ -43,8 +58,8 @@ def output_name(world_rank: int) -> str:
 
 
 @contextmanager
-def worker_files(run: Storage, *, attempt: int, world_rank: int) -> Iterator[Path]:
-    """Keeps what this process prints and logs meanwhile; gives its folder for files of its own.
+def worker_files(run: Storage, *, attempt: int, world_rank: int) -> Iterator[WorkerFiles]:
+    """Keeps what this process prints and logs meanwhile, and the files of its output folder.
 
     Args:
         run: the run directory.
@@ -55,14 +70,14 @@ def worker_files(run: Storage, *, attempt: int, world_rank: int) -> Iterator[Pat
     names = log_name(attempt, world_rank), output_name(world_rank)
     here = run.local_path
     if here is not None:
-        with _copied_to(here / names[0]):
-            yield here / names[1]
+        with _copied_to(here / names[0]) as note:
+            yield WorkerFiles(output_folder=here / names[1], note=note)
         return
     with tempfile.TemporaryDirectory(prefix="samestep-worker-") as folder:
         log, outputs = Path(folder, "log"), Path(folder, "outputs")
         try:
-            with _copied_to(log):
-                yield outputs
+            with _copied_to(log) as note:
+                yield WorkerFiles(output_folder=outputs, note=note)
         finally:
             _upload(run, log, names[0])
             for path in sorted(outputs.rglob("*")):
@@ -79,15 +94,39 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._partial: dict[tuple[int, int], str] = {}
+        self._logged: dict[tuple[int, int], str] = {}
+        self._printed: dict[tuple[int, int], str] = {}
         self._failed = False
         self._handle = -1
         with self._tolerant():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def write(self, text: str) -> None:
-        """Takes text; what ends a line is written at once."""
-        key = os.getpid(), threading.get_ident()
+    def stream(self, text: str) -> None:
+        """Takes what a stream was given, unless it is a record of logging that is in already."""
+        key = _writer()
+        if self._logged.get(key, "") and self._logged[key] in text:
+            return
+        self._logged.pop(key, None)
+        self._printed[key] = text
+        self._take(key, text)
+
+    def record(self, message: str, line: str) -> None:
+        """Takes a record of logging: its message, and the line that tells it.
+
+        Its handlers may print it too: with ours among the root's, most do so afterwards.
+        """
+        key = _writer()
+        if message and message in self._printed.get(key, ""):
+            return
+        self._logged[key] = message
+        self._take(key, line + "\n")
+
+    def note(self, line: str) -> None:
+        """Takes a line that is shown nowhere else."""
+        self._take(_writer(), f"{time.strftime(STAMP)} {line}\n")
+
+    def _take(self, key: tuple[int, int], text: str) -> None:
         text = self._partial.pop(key, "") + text
         end = len(text) if len(text) > MAX_LINE else text.rfind("\n") + 1
         if end < len(text):
@@ -133,7 +172,7 @@ class Tee:
     def write(self, text: str) -> int:
         """Writes to both."""
         if self._file is not None:
-            self._file.write(text)
+            self._file.stream(text)
         return self.inner.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -150,67 +189,64 @@ class Tee:
 
 
 class LogCopy(logging.Handler):
-    """Puts records into the file that reach it through no stream.
+    """Puts the records that reach the root logger into the file.
 
     As the only handler it also does what Python does without any: warnings go to stderr.
     """
 
-    def __init__(self, file: LineFile, tees: tuple[Tee, Tee]) -> None:
+    def __init__(self, file: LineFile, stderr: TextIO) -> None:
         super().__init__()
         self._file = file
-        self._tees = tees
-        self._fallback = logging.StreamHandler(tees[1].inner)
+        self._fallback = logging.StreamHandler(stderr)
         self._fallback.setLevel(logging.WARNING)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt=STAMP)
+        )
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record, unless it gets there through a stream handler."""
+        """Writes a record."""
         try:
-            others = [handler for handler in _handlers(record.name) if handler is not self]
-            taken = [handler for handler in others if record.levelno >= handler.level]
-            if not any(getattr(handler, "stream", None) in self._tees for handler in taken):
-                self._file.write(self.format(record) + "\n")
-            if not others and record.levelno >= self._fallback.level:
+            self._file.record(record.getMessage(), self.format(record))
+            if record.levelno >= self._fallback.level and self._is_only(record.name):
                 self._fallback.handle(record)
         except Exception:  # as every handler does: a bad format string is no reason to stop
             self.handleError(record)
 
+    def _is_only(self, name: str) -> bool:
+        current: logging.Logger | None = logging.getLogger(name)
+        while current is not None:
+            if any(handler is not self for handler in current.handlers):
+                return False
+            current = current.parent if current.propagate else None
+        return True
+
 
 @contextmanager
-def _copied_to(path: Path) -> Iterator[None]:
+def _copied_to(path: Path) -> Iterator[Callable[[str], None]]:
     file = LineFile(path)
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    file.write(f"--- process {os.getpid()} on {os.uname().nodename}, {stamp}\n")
+    file.note(f"process {os.getpid()} on {os.uname().nodename}")
     before = sys.stdout, sys.stderr
     tees = Tee(sys.stdout, file), Tee(sys.stderr, file)
-    handler = LogCopy(file, tees)
-    ours = logging.getLogger("samestep")
-    level = ours.level
-    logging.getLogger().addHandler(handler)
-    if not ours.isEnabledFor(logging.INFO):
-        ours.setLevel(logging.INFO)
+    handler = LogCopy(file, sys.stderr)
+    root = logging.getLogger()
+    root.handlers.insert(0, handler)  # before those that print
     sys.stdout, sys.stderr = cast(TextIO, tees[0]), cast(TextIO, tees[1])
     try:
-        yield
+        yield file.note
     finally:
         if cast(Any, sys.stdout) is tees[0]:
             sys.stdout = before[0]
         if cast(Any, sys.stderr) is tees[1]:
             sys.stderr = before[1]
-        ours.setLevel(level)
-        logging.getLogger().removeHandler(handler)
+        root.removeHandler(handler)
         handler.close()
         for tee in tees:
             tee.detach()
         file.close()
 
 
-def _handlers(name: str) -> Iterator[logging.Handler]:
-    """The handlers that a record of this logger goes to."""
-    current: logging.Logger | None = logging.getLogger(name)
-    while current is not None:
-        yield from current.handlers
-        current = current.parent if current.propagate else None
+def _writer() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 def _upload(run: Storage, path: Path, name: str) -> None:
