@@ -312,7 +312,11 @@ class _Attempt:
                 "world_size": self._peers.world_size,
                 "numerics": fingerprint,
                 "hosts": hosts,
+<<<<<<< HEAD
                 "search": [str(folder) for folder in self._place.search],
+=======
+                "search": [str(path) for path in self._place.search],
+>>>>>>> main
                 "devices": [str(device) for device in self._place.devices],
                 "total_steps": built.end_step,
                 "steps_per_epoch": built.order.steps_per_epoch,

@@ -41,9 +41,14 @@ def test_a_signal_asks_for_a_stop_at_every_poll_and_names_itself() -> None:
 def test_a_second_ctrl_c_interrupts_at_once_and_the_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     monitor = Monitor(Recorder(), lambda status: None)
-    with pytest.raises(KeyboardInterrupt), monitor.signals():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupt_twice() -> None:
+        with monitor.signals():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
     assert signal.getsignal(signal.SIGINT) is before
 
 

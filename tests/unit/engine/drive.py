@@ -69,9 +69,7 @@ def drive(
             engine.sync_replicas()
             parts = built.parts
             steps.append(
-                observe(
-                    parts.model, parts.optimizer, parts.scheduler, parts.scaler, reduced.loss
-                )
+                observe(parts.model, parts.optimizer, parts.scheduler, parts.scaler, reduced.loss)
             )
             counts.append(
                 {
@@ -96,7 +94,7 @@ def _engine(
 ) -> StepEngine | FastEngine:
     scaler = built.parts.scaler
     scale = scaler.scale if scaler else _unscaled
-    if spec.reduction == "fast":
+    if spec.reduction == "fast" and group is not None:
         return FastEngine(
             spec=spec, workload=built.workload, replica=replicas[0], peers=peers, scale=scale
         )
@@ -122,13 +120,9 @@ def _buffers(engine: StepEngine | FastEngine) -> dict[str, Any]:
         return {}
     buckets = engine.main.buckets
     return {
-        "addresses": sorted(
-            buffer.data_ptr() for held in buckets._buffers for buffer in held
-        ),
+        "addresses": sorted(buffer.data_ptr() for held in buckets._buffers for buffer in held),
         "num_buffers": buckets.num_buffers,
-        "gradient_bytes": sum(
-            layout.numel * layout.dtype.itemsize for layout in buckets.layouts
-        ),
+        "gradient_bytes": sum(layout.numel * layout.dtype.itemsize for layout in buckets.layouts),
         "num_buckets": len(buckets.layouts),
     }
 
