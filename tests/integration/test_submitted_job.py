@@ -1,4 +1,4 @@
-"""`ray job submit` to a running cluster with token authentication, from a copy of the repository."""
+"""`ray job submit` to a cluster with token authentication, from a copy of the repository."""
 
 from __future__ import annotations
 

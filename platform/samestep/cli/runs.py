@@ -28,9 +28,7 @@ def runs(
         str,
         typer.Argument(metavar="STORAGE", help="The folder or URI that holds run directories."),
     ] = RUNS,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="As a JSON list, for scripts.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list, for scripts.")] = False,
 ) -> None:
     """List the runs of a storage folder, the one that started last at the end.
 

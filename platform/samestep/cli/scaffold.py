@@ -82,7 +82,7 @@ def write_scaffold(folder: Path, *, command: str) -> Scaffold:
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_table(folder / DATA_FILE, table)
+        write_table(folder / DATA_FILE, table)
         for template, name in names.items():
             (folder / name).write_text(_filled(template, values), encoding="utf-8")
     except OSError as error:
@@ -141,6 +141,14 @@ def made_table() -> Table:
     )
 
 
+def write_table(path: Path, table: Table) -> None:
+    """Writes a table as CSV, with a header."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(table.columns)
+        writer.writerows(table.rows)
+
+
 def _require_new(folder: Path) -> None:
     if not RUN_NAME.fullmatch(folder.name):
         raise InputError(
@@ -151,13 +159,6 @@ def _require_new(folder: Path) -> None:
         raise InputError(f"{folder} is a file: choose another name")
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty: choose another name, or empty it first")
-
-
-def _write_table(path: Path, table: Table) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(table.columns)
-        writer.writerows(table.rows)
 
 
 def _filled(template: str, values: dict[str, str]) -> str:

@@ -50,7 +50,7 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     this machine, with the cores there are, or room for the fewest workers if that is more. A
     caller that is connected already stays so.
     """
-    runtime_env: dict[str, Any] = {"env_vars": _variables(spec)}
+    runtime_env: dict[str, Any] = {"env_vars": variables_for_workers(spec)}
     if ray.is_initialized():
         missing = [name for name in numerics.environment(spec) if not _in_runtime_env(name)]
         if missing:
@@ -65,7 +65,10 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     notes: list[str] = []
     if address:
         ray.init(
-            address=address, runtime_env=runtime_env, log_to_driver=True, logging_level=logging.WARNING
+            address=address,
+            runtime_env=runtime_env,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
         )
     else:
         notes = _start_local(spec, runtime_env)
@@ -107,7 +110,7 @@ def _described(*, is_local: bool, notes: list[str]) -> Session:
     )
 
 
-def _variables(spec: JobSpec) -> dict[str, str]:
+def variables_for_workers(spec: JobSpec) -> dict[str, str]:
     """What workers need in their environment and a submitted job does not give them yet.
 
     Ray refuses to connect when a variable is given both by the job and here, equal or not.

@@ -235,9 +235,7 @@ class _Attempt:
                 self._link.flush(FLUSH_S)
             except SamestepError as late:
                 logger.warning("attempt=%s flush before failing: %s", self._attempt, late)
-        if _incident_kind(error) is not IncidentKind.DIVERGENCE or self._link is None:
-            target.call("record_incident", self._attempt, incident.to_json())
-        elif self._link.divergence is None:
+        if _incident_kind(error) is not IncidentKind.DIVERGENCE or self._link is None or self._link.divergence is None:
             target.call("record_incident", self._attempt, incident.to_json())
         target.call("fail", self._attempt, f"{kind}:{status}", message)
 
@@ -312,11 +310,7 @@ class _Attempt:
                 "world_size": self._peers.world_size,
                 "numerics": fingerprint,
                 "hosts": hosts,
-<<<<<<< HEAD
-                "search": [str(folder) for folder in self._place.search],
-=======
                 "search": [str(path) for path in self._place.search],
->>>>>>> main
                 "devices": [str(device) for device in self._place.devices],
                 "total_steps": built.end_step,
                 "steps_per_epoch": built.order.steps_per_epoch,

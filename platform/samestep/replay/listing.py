@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -52,7 +53,7 @@ class RunLine:
 
 
 def list_runs(storage: Storage) -> list[RunLine]:
-    """Every run directly inside a folder, the one that started last at the end.
+    """Every run directly inside a folder: in the order of starting, those that did not last.
 
     One that can't be read gets a line that says so, and does not keep the others from being seen.
 
@@ -60,7 +61,7 @@ def list_runs(storage: Storage) -> list[RunLine]:
         StorageError: the folder itself can't be read.
     """
     found = [_line(storage, name) for name in storage.list() if _is_run(storage, name)]
-    return sorted(found, key=lambda line: (line.started_s or 0.0, line.name))
+    return sorted(found, key=lambda line: (line.started_s or math.inf, line.name))
 
 
 def _is_run(storage: Storage, name: str) -> bool:
