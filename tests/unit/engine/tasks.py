@@ -64,11 +64,19 @@ def engine(
     world_rank: int = 0,
     world_size: int = 1,
     num_devices: int = 1,
+    collective: bool = False,
 ) -> dict[str, Any]:
     """What the engine comes to at each step, as one worker of several sees it."""
     parsed, workload = prepared(spec)
     with group_of(where, world_rank, world_size) as group:
-        return drive(parsed, workload, group, num_steps=num_steps, num_devices=num_devices)
+        return drive(
+            parsed,
+            workload,
+            group,
+            num_steps=num_steps,
+            num_devices=num_devices,
+            collective=collective,
+        )
 
 
 def attempt(
@@ -111,3 +119,11 @@ def _attempted(
             target=target,
         )
         return run_attempt(spec, place)
+
+
+def talk(messages: list[Any], where: str, world_rank: int, world_size: int) -> list[Any]:
+    """Gathers each message, with this worker's rank put to it, from all workers."""
+    with group_of(where, world_rank, world_size) as group:
+        peers = Peers(group)
+        started = [[world_rank, message] for message in messages]
+        return [peers.gather(message)() for message in started]
