@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import shutil
 import sys
 import tempfile
@@ -203,10 +204,23 @@ def load_workload(
     return workload
 
 
+def advice_for(error: BaseException) -> str:
+    """A line on what to do about an exception of the workload; empty where none is known."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
+        return ""
+    if os.path.isabs(error.filename):
+        return ""
+    return (
+        f"A relative path is taken from the working directory ({os.getcwd()}); what lies beside "
+        f"the workload's module is found through self.folder / {error.filename!r}.\n"
+    )
+
+
 def _missing(workload: Workload, signature: str) -> str:
     return f"workload {type(workload).__name__} must define {signature}"
 
 
 def _raised(name: str, what: str, error: BaseException) -> str:
     text = "".join(traceback.format_exception(error))
-    return f"workload {name!r}: {what} raised {type(error).__name__}: {error}\n{text}"
+    kind = type(error).__name__
+    return f"workload {name!r}: {what} raised {kind}: {error}\n{advice_for(error)}{text}"

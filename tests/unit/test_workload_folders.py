@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.errors import WorkloadError
 from samestep.workload import Workload, load_workload
 
 CODE = """
@@ -56,3 +57,15 @@ def test_without_a_run_the_output_folder_is_a_temporary_one(folder: Path) -> Non
 def test_a_workload_may_use_the_name_for_something_of_its_own(folder: Path) -> None:
     workload: Workload = load_workload("reads:Own", {}, [folder])
     assert vars(workload)["folder"] == "my own"
+
+
+def test_a_file_not_found_by_a_relative_path_says_where_it_was_looked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "reads.py").write_text(CODE.replace('(self.folder / "data" / "d.txt")', "open('d')"))
+    monkeypatch.chdir("/")
+    with pytest.raises(WorkloadError) as caught:
+        load_workload("reads:Reads", {}, [folder])
+    assert "No such file or directory: 'd'" in str(caught.value)
+    assert "from the working directory (/)" in str(caught.value)
+    assert "self.folder / 'd'" in str(caught.value)
