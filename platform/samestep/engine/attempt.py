@@ -235,7 +235,8 @@ class _Attempt:
                 self._link.flush(FLUSH_S)
             except SamestepError as late:
                 logger.warning("attempt=%s flush before failing: %s", self._attempt, late)
-        if _incident_kind(error) is not IncidentKind.DIVERGENCE or self._link is None or self._link.divergence is None:
+        diverged = _incident_kind(error) is IncidentKind.DIVERGENCE
+        if not (diverged and self._link is not None and self._link.divergence is not None):
             target.call("record_incident", self._attempt, incident.to_json())
         target.call("fail", self._attempt, f"{kind}:{status}", message)
 
