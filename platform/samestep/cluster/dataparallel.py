@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from samestep.cluster.debugger import Terminal, dial
+from samestep.cluster.folders import Desk, Folders, at_desk
 from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.errors import PlacementError
 from samestep.spec import JobSpec, dump_spec, parse_spec
@@ -18,6 +19,7 @@ from samestep.spec import JobSpec, dump_spec, parse_spec
 if TYPE_CHECKING:
     from samestep.cluster.actors import RayTarget
     from samestep.cluster.launch import Order
+    from samestep.cluster.session import Session
 
 
 class Trainer:
@@ -25,8 +27,10 @@ class Trainer:
 
     def run(self, config: dict[str, Any]) -> None:
         """Trains on all devices that Ray gave this actor."""
-        from pathlib import Path
+        with at_desk(config, world_rank=0, world_size=1) as desk:
+            self._attempt(config, desk)
 
+    def _attempt(self, config: dict[str, Any], desk: Desk) -> None:
         import torch
         import yaml
 
@@ -52,18 +56,22 @@ class Trainer:
                 devices=devices,
                 peers=Peers(None),
                 group=None,
-                search=[Path(path) for path in config["search"]],
+                search=desk.search,
+                files=desk.files,
                 run_uri=config["run_uri"],
                 target=target,
             ),
         )
 
 
-def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -> str | None:
+def run(
+    order: Order, session: Session, target: RayTarget, monitor: Monitor, terminal: Terminal
+) -> str | None:
     """Trains in one actor, started again when its process dies.
 
     Args:
         order: what to run.
+        session: the connection to Ray.
         target: the recorder.
         monitor: polled while waiting.
         terminal: where `breakpoint()` leads.
@@ -76,7 +84,7 @@ def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -
     config = {
         "spec": dump_spec(spec),
         "run_uri": order.run_uri,
-        "search": [str(path) for path in order.search],
+        "folders": Folders.of_command(order.search, is_copied=session.is_copied),
         "target": target,
         "terminal": terminal.address,
     }

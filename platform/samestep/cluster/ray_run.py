@@ -13,7 +13,7 @@ from samestep.cluster.debugger import Terminal
 from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.cluster.placement import settle_mode
 from samestep.cluster.ray_private import worker_output_to
-from samestep.cluster.session import ray_session
+from samestep.cluster.session import Session, ray_session
 from samestep.spec import Mode, dump_spec
 
 if TYPE_CHECKING:
@@ -41,24 +41,24 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
             monitor = Monitor(target, observer)
             with monitor.signals():
                 if mode is Mode.DDP:
-                    failure = _fit(order, target, monitor)
+                    failure = _fit(order, session, target, monitor)
                 else:
                     with Terminal() as terminal:
-                        failure = dataparallel.run(order, target, monitor, terminal)
+                        failure = dataparallel.run(order, session, target, monitor, terminal)
             monitor.poll()
             return finish_if_open(target, failure)
         finally:
             close_recorder(actor, target)
 
 
-def _fit(order: Order, target: RayTarget, monitor: Monitor) -> str | None:
+def _fit(order: Order, session: Session, target: RayTarget, monitor: Monitor) -> str | None:
     """`fit` in a thread, so that this one can act on signals."""
     ended: list[str | None] = []
     errors: list[BaseException] = []
 
     def fit() -> None:
         try:
-            ended.append(ddp.fit(order, target))
+            ended.append(ddp.fit(order, session, target))
         except BaseException as error:  # told by the main thread
             errors.append(error)
 

@@ -33,13 +33,20 @@ from samestep.engine.setup import (
     turns_of,
 )
 from samestep.engine.step import StepEngine
-from samestep.errors import CheckpointError, PeerLostError, RunConflictError, SamestepError
+from samestep.errors import (
+    CheckpointError,
+    PeerLostError,
+    RunConflictError,
+    SamestepError,
+    UserCodeError,
+)
 from samestep.exact import numerics
 from samestep.exact.digest import live_digest
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Link, Target
+from samestep.telemetry.logs import WorkerFiles
 from samestep.workload import load_workload
 
 logger = logging.getLogger(__name__)
@@ -60,6 +67,7 @@ class Place:
         search: folders in which the workload's module is looked for.
         run_uri: the run directory.
         target: the run's recorder.
+        files: what the worker may write beside the run's own; None: nothing.
     """
 
     mode: str
@@ -69,6 +77,7 @@ class Place:
     search: list[Path]
     run_uri: str
     target: Target
+    files: WorkerFiles | None = None
 
 
 def run_attempt(spec: JobSpec, place: Place) -> bool:
@@ -120,7 +129,11 @@ class _Attempt:
         fingerprint = numerics.fingerprint(spec, device.type)
         mixed = compare_fingerprints(spec, peers, fingerprint)
         require_shared_storage(self._run, peers)
-        built = build(spec, load_workload(spec.workload, spec.args, place.search), device)
+        output_folder = place.files.output_folder if place.files is not None else None
+        workload = load_workload(
+            spec.workload, spec.args, place.search, output_folder=output_folder
+        )
+        built = build(spec, workload, device)
         check_encodable(built.parts)
         saved = self._resume(built)
         self._step = saved.step
@@ -212,6 +225,9 @@ class _Attempt:
             message=message,
             traceback=text,
         )
+        # A UserCodeError tells the user's traceback itself.
+        told = message if isinstance(error, UserCodeError) else text
+        self._note(f"failed at step {self._step}\n{told}")
         status = int(error.exit_status) if isinstance(error, SamestepError) else 1
         target = self._place.target
         if self._link is not None:
@@ -219,9 +235,8 @@ class _Attempt:
                 self._link.flush(FLUSH_S)
             except SamestepError as late:
                 logger.warning("attempt=%s flush before failing: %s", self._attempt, late)
-        if _incident_kind(error) is not IncidentKind.DIVERGENCE or self._link is None:
-            target.call("record_incident", self._attempt, incident.to_json())
-        elif self._link.divergence is None:
+        diverged = _incident_kind(error) is IncidentKind.DIVERGENCE
+        if not (diverged and self._link is not None and self._link.divergence is not None):
             target.call("record_incident", self._attempt, incident.to_json())
         target.call("fail", self._attempt, f"{kind}:{status}", message)
 
@@ -315,14 +330,15 @@ class _Attempt:
         self._attempt = int(told["attempt"])
         if self._peers.world_rank == 0:
             self._link = Link(self._place.target, self._attempt, "0")
-        logger.debug(
-            "attempt=%s step=%s world_rank=%s world_size=%s mode=%s begins",
-            self._attempt,
-            saved.step,
-            self._peers.world_rank,
-            self._peers.world_size,
-            self._place.mode,
+        self._note(
+            f"attempt {self._attempt} begins at step {saved.step}: worker "
+            f"{self._peers.world_rank} of {self._peers.world_size}, mode {self._place.mode}"
         )
+
+    def _note(self, line: str) -> None:
+        """Into the worker's log alone: users are told by the recorder."""
+        if self._place.files is not None:
+            self._place.files.note(line)
 
 
 def verdict_outcome(verdict: dict[str, Any] | None) -> tuple[int, str] | None:
