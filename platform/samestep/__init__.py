@@ -29,7 +29,7 @@ from samestep.spec import JobSpec, Mode, load_spec, parse_spec
 if TYPE_CHECKING:
     from samestep.checkpoint.reading import load_weights
     from samestep.cluster.launch import Outcome, train
-    from samestep.workload import Loss, Workload
+    from samestep.workload import Loss, Schedule, Values, Workload
 
 __version__ = "0.1.0"
 
@@ -47,9 +47,11 @@ __all__ = [
     "RunConflictError",
     "RunInUseError",
     "SamestepError",
+    "Schedule",
     "SpecError",
     "StorageError",
     "UserCodeError",
+    "Values",
     "Workload",
     "WorkloadError",
     "load_spec",
@@ -61,6 +63,8 @@ __all__ = [
 _LAZY = {
     "Loss": "samestep.workload",
     "Outcome": "samestep.cluster.launch",
+    "Schedule": "samestep.workload",
+    "Values": "samestep.workload",
     "Workload": "samestep.workload",
     "load_weights": "samestep.checkpoint.reading",
     "train": "samestep.cluster.launch",

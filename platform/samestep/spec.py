@@ -18,7 +18,6 @@ import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationError,
@@ -27,9 +26,16 @@ from pydantic import (
 
 from samestep import yaml12
 from samestep.errors import SpecError
+from samestep.spec_part import BITS, FREE, Part
+from samestep.spec_training import (
+    Checkpoint,
+    EarlyStop,
+    Ema,
+    Evaluate,
+    InitFrom,
+    spelled_out_path,
+)
 
-BITS: dict[str, JsonValue] = {"affects_bits": True}
-FREE: dict[str, JsonValue] = {"affects_bits": False}
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -42,19 +48,7 @@ class Mode(StrEnum):
     LOCAL = "local"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty(cls, data: object) -> object:
-        """A part with nothing under it in the YAML file has its defaults."""
-        return {} if data is None else data
-
-
-class Workers(_Part):
+class Workers(Part):
     """How many workers the group may have; `workers: 3` is short for `{min: 3, max: 3}`."""
 
     min: int = Field(1, ge=1, description="fewest workers to train with", json_schema_extra=FREE)
@@ -84,7 +78,7 @@ def _workers(value: object) -> object:
     return value
 
 
-class Resources(_Part):
+class Resources(Part):
     """What one worker takes from the Ray cluster."""
 
     cpu: float = Field(1, gt=0, description="CPUs per worker", json_schema_extra=FREE)
@@ -97,38 +91,7 @@ class Resources(_Part):
     )
 
 
-class Evaluate(_Part):
-    """When the evaluation data is gone through, and in which batches."""
-
-    every_epochs: int = Field(
-        1,
-        ge=0,
-        description="evaluate after every so many epochs and at the end; 0: at the end only",
-        json_schema_extra=FREE,
-    )
-    batch_size: int | None = Field(
-        None,
-        ge=1,
-        description="samples per evaluation batch; null: ceil(batch_size / shards)",
-        json_schema_extra=BITS,
-    )
-
-
-class Checkpoint(_Part):
-    """When the state is written to storage, and how many are kept."""
-
-    every_steps: int = Field(
-        100,
-        ge=0,
-        description="commit a checkpoint every so many steps; 0: only at stops and at the end",
-        json_schema_extra=FREE,
-    )
-    keep: int = Field(
-        3, ge=1, description="newest whole checkpoints to keep", json_schema_extra=FREE
-    )
-
-
-class Retries(_Part):
+class Retries(Part):
     """How often a worker group is restarted, by cause."""
 
     infrastructure: int = Field(
@@ -139,7 +102,7 @@ class Retries(_Part):
     )
 
 
-class Faults(_Part):
+class Faults(Part):
     """What is done about faults."""
 
     retries: Retries = Field(default_factory=Retries, json_schema_extra=FREE)
@@ -157,7 +120,7 @@ class Faults(_Part):
     )
 
 
-class Numerics(_Part):
+class Numerics(Part):
     """What else decides which bits come out."""
 
     tf32: bool = Field(
@@ -178,7 +141,7 @@ class Numerics(_Part):
     )
 
 
-class GradScaler(_Part):
+class GradScaler(Part):
     """Loss scaling for `precision: fp16` (arguments of torch.amp.GradScaler)."""
 
     init_scale: float = Field(65536.0, gt=0, description="first scale", json_schema_extra=BITS)
@@ -193,7 +156,7 @@ class GradScaler(_Part):
     )
 
 
-class JobSpec(_Part):
+class JobSpec(Part):
     """A job: a workload and how to run it."""
 
     workload: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
@@ -221,7 +184,10 @@ class JobSpec(_Part):
         4,
         ge=1,
         le=4096,
-        description="equal parts a batch is cut into; caps the number of workers",
+        description=(
+            "equal parts a batch is cut into; caps the number of workers. More shards than "
+            "workers is gradient accumulation: a worker computes its shards one after another"
+        ),
         json_schema_extra=BITS,
     )
     epochs: int | None = Field(
@@ -286,6 +252,9 @@ class JobSpec(_Part):
     )
     evaluate: Evaluate = Field(default_factory=Evaluate, json_schema_extra=FREE)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, json_schema_extra=FREE)
+    ema: Ema = Field(default_factory=Ema, json_schema_extra=BITS)
+    early_stop: EarlyStop = Field(default_factory=EarlyStop, json_schema_extra=BITS)
+    init_from: InitFrom = Field(default_factory=InitFrom, json_schema_extra=BITS)
     digest_every: int = Field(
         50,
         ge=0,
@@ -311,6 +280,11 @@ class JobSpec(_Part):
             )
         if self.reduction == "fast" and self.mode not in (Mode.AUTO, Mode.DDP):
             raise ValueError(f"reduction fast exists in mode ddp only, not in {self.mode}")
+        if self.early_stop.metric and not (self.evaluate.every_epochs or self.evaluate.every_steps):
+            raise ValueError(
+                f"early_stop.metric is {self.early_stop.metric!r}, but evaluate.every_epochs and "
+                "evaluate.every_steps are 0: no evaluation would ever decide; set one of them"
+            )
         return self
 
 
@@ -406,6 +380,8 @@ def load_spec(path: Path | str, overrides: Mapping[str, object] | None = None) -
         raise SpecError(f"{path} must hold a mapping of fields, got {type(data).__name__}")
     if "workers" in data:  # so that an override of workers.max finds a mapping
         data["workers"] = _spelled_out(data["workers"])
+    if isinstance(data.get("init_from"), str):
+        data["init_from"] = spelled_out_path(data["init_from"])
     for dotted, value in (overrides or {}).items():
         _set(data, dotted, value)
     return parse_spec(data, source=str(path))
@@ -441,6 +417,11 @@ def _explain(error: Any, data: Mapping[Any, Any]) -> str:
     path = ".".join(_path(error["loc"], data))
     value = error["input"]
     if error["type"] == "extra_forbidden":
+        if re.search("accum", str(error["loc"][-1]), re.IGNORECASE):
+            return (
+                f"{path}: unknown field; gradients are accumulated wherever there are more shards "
+                "than workers: set shards (shards: 8 on 2 workers accumulates over 4)"
+            )
         names = _names_at(error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(names)}"

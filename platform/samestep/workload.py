@@ -16,10 +16,10 @@ import tempfile
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +50,57 @@ class Loss:
     weight: Tensor | float | None = None
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate schedule, and when it is stepped.
+
+    Attributes:
+        scheduler: from `torch.optim.lr_scheduler`, over the optimizer that `scheduler` was given.
+        every: "step": after every step; "epoch": after the last step of every epoch;
+            "evaluation": after every evaluation that is due by `evaluate.every_epochs` or
+            `evaluate.every_steps` (the one at the very end of a run may not be).
+        metric: name of an evaluation's metric that the scheduler's `step` is given, as
+            `ReduceLROnPlateau` needs; only with `every="evaluation"`.
+    """
+
+    scheduler: LRScheduler
+    _: KW_ONLY
+    every: Literal["step", "epoch", "evaluation"] = "step"
+    metric: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """What a step came to, reduced over all shards: the same on every worker.
+
+    Attributes:
+        step: number of the step, counted from 0.
+        epoch: the epoch it belongs to, counted from 0.
+        loss: weighted mean over the shards; None when no shard had weight.
+        grad_norm: global norm of the gradient before clipping; None without a gradient.
+        lr: learning rate that the step used, one per parameter group.
+        metrics: the workload's own, by name.
+        skipped: the update was not applied (no weight, or an overflow under loss scaling).
+        evaluation: metrics of the evaluation after this step, for `on_epoch`; None without one.
+    """
+
+    step: int
+    epoch: int
+    loss: float | None
+    grad_norm: float | None
+    lr: Sequence[float]
+    metrics: Mapping[str, float]
+    skipped: bool
+    evaluation: Mapping[str, float] | None = None
+
+
 class Workload:
     """Base class of all workloads; the first four methods must be given.
 
     The arguments of `__init__` are the job file's `args`. Each method is called once per worker
-    process and attempt, except `loss`, `evaluate`, `order`, `collate` and `before_step`. Random
-    numbers may be drawn anywhere with torch, NumPy's global generator or `random`: they are
-    seeded so that the number of workers and loader processes does not matter.
+    process and attempt, except `loss`, `evaluate`, `order`, `collate`, `before_step` and the
+    hooks. Random numbers may be drawn anywhere with torch, NumPy's global generator or `random`:
+    they are seeded so that the number of workers and loader processes does not matter.
 
     Files: read what lies beside the workload's module through `folder`, which is right on every
     machine and in every process. Write through `output_folder`, which no other worker shares. A
@@ -106,8 +150,8 @@ class Workload:
         """The optimizer over the model's parameters, which already lie on their device."""
         raise WorkloadError(_missing(self, "optimizer(self, model) -> Optimizer"))
 
-    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """A learning rate schedule, stepped once per step.
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | Schedule | None:
+        """A learning rate schedule; one that is not in a `Schedule` is stepped once per step.
 
         Take its lengths from the job's `args`, not from the number of epochs: then a run that
         is extended goes on as it would have.
@@ -142,6 +186,21 @@ class Workload:
         """Called on every worker before step `step` (counted from 0).
 
         The place to freeze and unfreeze parameters; it must do the same on every worker.
+        """
+
+    def on_step(self, step: int, values: Values) -> None:
+        """Called on every worker after step `step` was applied, to look at it.
+
+        It sees reduced values only, the same everywhere. It must not change model, optimizer or
+        data, nor keep what later steps depend on: a resume does not call it again for earlier
+        steps, and no checkpoint holds what it kept. What it prints, every worker prints; what
+        it takes long for, all wait for.
+        """
+
+    def on_epoch(self, epoch: int, values: Values) -> None:
+        """Called on every worker after the last step of epoch `epoch`, and its evaluation.
+
+        The values are those of that step. What holds for `on_step` holds here.
         """
 
 

@@ -23,6 +23,7 @@ from samestep.spec import (
     parse_override,
     parse_spec,
 )
+from samestep.spec_training import source_uri
 
 MINIMAL: dict[str, Any] = {"workload": "digits:Digits", "batch_size": 64, "epochs": 10}
 
@@ -86,6 +87,12 @@ def test_what_decides_bits_is_told_from_what_may_change() -> None:
     assert not affects["loader_processes"]
     assert not affects["epochs"]
     assert not affects["checkpoint.keep"]
+    assert affects["ema.decay"]
+    assert affects["init_from.path"]
+    assert affects["evaluate.every_steps"]
+    assert affects["early_stop.metric"]
+    assert not affects["early_stop.patience"]
+    assert not affects["checkpoint.best.metric"]
 
 
 def test_the_schema_carries_description_and_marking() -> None:
@@ -138,6 +145,24 @@ def test_the_schema_carries_description_and_marking() -> None:
         ({"args": {"list": {"float": {1}}}}, "args.list.float: input was not a valid JSON value"),
         ({"storage": ""}, "storage: String should have at least 1 character"),
         ({"checkpoint": 3}, "checkpoint: Input should be a valid dictionary"),
+        ({"checkpoint": {"best": {"metric": "a", "order": "up"}}}, "best.order: Input should be"),
+        ({"ema": {"decay": 1}}, "ema.decay: Input should be less than 1, got 1"),
+        ({"early_stop": {"patience": 0}}, "early_stop.patience: Input should be greater than"),
+        (
+            {"early_stop": {"metric": "a"}, "evaluate": {"every_epochs": 0}},
+            "early_stop.metric is 'a', but evaluate.every_epochs and evaluate.every_steps are 0",
+        ),
+        ({"init_from": 3}, "init_from: give a path or a mapping {path: PATH, strict: true}, got 3"),
+        (
+            {"init_from": {"path": "a", "checkpoint": "old"}},
+            "init_from.checkpoint: give latest, best or a number of steps, got 'old'",
+        ),
+        ({"init_from": {"checkpoint": True}}, "give latest, best or a number of steps, got True"),
+        (
+            {"gradient_accumulation_steps": 4},
+            "gradient_accumulation_steps: unknown field; gradients are accumulated wherever there "
+            "are more shards than workers: set shards",
+        ),
     ],
 )
 def test_a_bad_field_is_refused_with_path_value_and_what_is_allowed(
@@ -363,3 +388,29 @@ def test_a_spec_written_as_yaml_is_read_back_without_a_difference(
 
 def test_a_spec_is_validated_when_its_own_dump_is_parsed() -> None:
     assert parse_spec(spec(workers="1:2").model_dump(mode="json")) == spec(workers="1:2")
+
+
+def test_the_short_form_of_init_from_is_its_path(tmp_path: Path) -> None:
+    assert spec(init_from="runs/a").init_from == spec(init_from={"path": "runs/a"}).init_from
+    assert spec(init_from=None).init_from.path is None
+    job = tmp_path / "job.yaml"
+    job.write_text("workload: m:C\nbatch_size: 4\nepochs: 1\ninit_from: a\n", encoding="utf-8")
+    read = load_spec(job, {"init_from.strict": False})
+    assert (read.init_from.path, read.init_from.strict) == ("a", False)
+
+
+@pytest.mark.parametrize(
+    ("path", "storage", "uri"),
+    [
+        ("a", "/data/runs", "/data/runs/a"),
+        ("a", "s3://bucket/runs/", "s3://bucket/runs/a"),
+        ("s3://other/b", "/data/runs", "s3://other/b"),
+        ("/x/b", "/data/runs", "/x/b"),
+        ("./b", "/data/runs", str(Path("b").absolute())),
+        ("a", "runs", str(Path("runs/a").absolute())),
+    ],
+)
+def test_a_source_without_a_slash_is_a_run_in_storage(path: str, storage: str, uri: str) -> None:
+    made = spec(init_from=path)
+    assert source_uri(made.init_from, storage) == uri
+    assert source_uri(spec(init_from=uri).init_from, storage) == uri

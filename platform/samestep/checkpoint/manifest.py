@@ -10,13 +10,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from samestep import names
 from samestep.checkpoint.encode import parse_json
 from samestep.checkpoint.layout import Layout
+from samestep.checkpoint.ranking import Ranking
 from samestep.errors import CheckpointError
+from samestep.exact.digest import pack_float, unpack_float
 
 FORMAT: Final = 1
 """Version of the manifest, of the values file and of how tensors are named and stored."""
@@ -32,11 +34,15 @@ class CheckpointMeta:
         numerics: the fingerprint under which the state was computed.
         spec: the part of the job's spec that affects bits.
         created_s: Unix time.
+        evaluation: metrics of the evaluation after the checkpoint's step; empty without one.
+        ranking: what the run ranked its checkpoints by when it was written; None: by nothing.
     """
 
     numerics: Mapping[str, Any]
     spec: Mapping[str, Any]
     created_s: float
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    ranking: Ranking | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,8 @@ class Manifest:
             "digest": self.digest,
             "samestep_version": self.samestep_version,
             "created_s": self.meta.created_s,
+            "evaluation": {name: pack_float(value) for name, value in self.meta.evaluation.items()},
+            "ranking": asdict(self.meta.ranking) if self.meta.ranking else None,
             "numerics": dict(self.meta.numerics),
             "spec": dict(self.meta.spec),
             "files": {name: asdict(entry) for name, entry in self.files.items()},
@@ -151,7 +159,13 @@ class Manifest:
             },
             digest=data["digest"],
             meta=CheckpointMeta(
-                numerics=data["numerics"], spec=data["spec"], created_s=data["created_s"]
+                numerics=data["numerics"],
+                spec=data["spec"],
+                created_s=data["created_s"],
+                evaluation={
+                    name: unpack_float(value) for name, value in data.get("evaluation", {}).items()
+                },
+                ranking=Ranking(**data["ranking"]) if data.get("ranking") else None,
             ),
             samestep_version=data["samestep_version"],
         )

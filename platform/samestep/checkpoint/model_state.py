@@ -97,6 +97,40 @@ def differences(name: str, saved: Tensor, live: Tensor) -> list[str]:
     return []
 
 
+def ema_mismatches(
+    ema: Mapping[str, Tensor] | None, saved: list[str] | None, tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Lines that say where the averages are not of the kind that was collected."""
+    if (ema is None) != (saved is None):
+        return [
+            f"average of weights (ema): {'none' if saved is None else 'one'} in the checkpoint, "
+            "the reverse now"
+        ]
+    if ema is None or saved is None:
+        return []
+    if list(ema) != saved:
+        return [f"ema: averages of {saved} in the checkpoint, now of {list(ema)}"]
+    kept = {f"ema/{name}": average for name, average in ema.items()}
+    return [line for n, average in kept.items() for line in differences(n, tensors[n], average)]
+
+
+def restore_ema(ema: Mapping[str, Tensor] | None, tensors: Mapping[str, Tensor]) -> None:
+    """Writes the averages in place."""
+    for name, average in (ema or {}).items():
+        average.copy_(tensors[f"ema/{name}"])
+
+
+def averaged(
+    state_dict: OrderedDict[str, Any], values: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> OrderedDict[str, Any]:
+    """A state_dict with the averages in the parameters' places, in the parameters' dtypes."""
+    for key, weights in state_dict.items():
+        average = tensors.get(f"ema/{values['tied'].get(key, key)}")
+        if average is not None:
+            state_dict[key] = average.to(weights.dtype)
+    return state_dict
+
+
 def state_dict_of(
     values: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> OrderedDict[str, Any]:

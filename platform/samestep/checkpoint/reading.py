@@ -1,23 +1,24 @@
-"""Reading checkpoints back: only what verifies is used, and nothing is ever unpickled."""
+"""Finding checkpoints of a run and reading them back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor
-
 from samestep import names
-from samestep.checkpoint.encode import parse_json
-from samestep.checkpoint.layout import from_stored
-from samestep.checkpoint.manifest import FORMAT, FileEntry, Manifest, step_name, step_of
-from samestep.checkpoint.model_state import state_dict_of
-from samestep.checkpoint.state import State, state_sha256, unflatten
+from samestep.checkpoint.manifest import CheckpointMeta, Manifest, step_name, step_of
+from samestep.checkpoint.model_state import averaged, state_dict_of
+from samestep.checkpoint.ranking import Ranking
+from samestep.checkpoint.state import State, state_sha256
 from samestep.checkpoint.storage import Storage
-from samestep.errors import CheckpointError
+from samestep.checkpoint.verified import read_folder
+from samestep.errors import CheckpointError, InputError
+from samestep.spec_training import BEST, LATEST
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class CheckpointInfo:
         num_bytes: size of all its files.
         created_s: Unix time; None where there is no manifest that can be read.
         whole: it has a manifest: its write was finished.
+        evaluation: metrics of the evaluation after its step; empty without one.
+        ranking: what the run ranked its checkpoints by when it was written; None: by nothing.
     """
 
     step: int
@@ -37,6 +40,8 @@ class CheckpointInfo:
     num_bytes: int
     created_s: float | None
     whole: bool
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    ranking: Ranking | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +76,94 @@ def list_checkpoints(run: Storage) -> list[CheckpointInfo]:
     for step in _steps(run):
         folder = _folder(run, step)
         whole = folder.exists(names.MANIFEST_FILE)
+        meta = _meta(folder) if whole else None
         found.append(
             CheckpointInfo(
                 step=step,
                 uri=folder.uri,
                 num_bytes=folder.size_bytes(),
-                created_s=_created_s(folder) if whole else None,
+                created_s=meta.created_s if meta else None,
                 whole=whole,
+                evaluation=meta.evaluation if meta else {},
+                ranking=meta.ranking if meta else None,
             )
         )
     return found
+
+
+def best_of(
+    checkpoints: Sequence[CheckpointInfo], ranking: Ranking | None = None
+) -> CheckpointInfo | None:
+    """The best whole checkpoint of a listing; None when none has a score.
+
+    Args:
+        checkpoints: by step, as `list_checkpoints` gives them.
+        ranking: by what; None: by what the newest one says that the run ranks by.
+    """
+    whole = [info for info in checkpoints if info.whole]
+    ranking = ranking or (whole[-1].ranking if whole else None)
+    return ranking.best_of(whole) if ranking is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A checkpoint that was asked for.
+
+    Attributes:
+        step: its step.
+        warning: why it is the latest although the best was asked for; None otherwise.
+    """
+
+    step: int
+    warning: str | None = None
+
+
+def choose(run: Storage, which: str | int = LATEST) -> Choice:
+    """The whole checkpoint that is meant by "latest", "best" or a number of steps.
+
+    Where the run ranks its checkpoints, but none has a score (never evaluated, or always NaN), the
+    latest stands for the best, with a warning.
+
+    Raises:
+        InputError: it is none of these.
+        CheckpointError: the run has no such checkpoint; names those it has.
+    """
+    whole = [info for info in list_checkpoints(run) if info.whole]
+    steps = [info.step for info in whole]
+    has = f"it has whole ones after {', '.join(map(str, steps))} steps"
+    if not whole:
+        raise CheckpointError(
+            f"{run.uri} has no whole checkpoint (in {names.CHECKPOINTS_DIR}/): give the path of a "
+            "run that has one"
+        )
+    if which == LATEST:
+        return Choice(step=steps[-1])
+    if which == BEST:
+        return _best(run, whole, has)
+    if isinstance(which, str) and not (which.isascii() and which.isdigit()):
+        raise InputError(f"a checkpoint is {LATEST}, {BEST} or a number of steps; got {which!r}")
+    if int(which) not in steps:
+        raise CheckpointError(f"{run.uri} has no checkpoint after {int(which)} steps; {has}")
+    return Choice(step=int(which))
+
+
+def _best(run: Storage, whole: Sequence[CheckpointInfo], has: str) -> Choice:
+    ranking, latest = whole[-1].ranking, whole[-1].step
+    if ranking is None:
+        raise CheckpointError(
+            f"{run.uri} ranks its checkpoints by nothing, so none is the best; {has}: give "
+            f"{LATEST} or one of these steps, or set checkpoint.best.metric and train on"
+        )
+    best = best_of(whole, ranking)
+    if best is not None:
+        return Choice(step=best.step)
+    return Choice(
+        step=latest,
+        warning=(
+            f"no checkpoint of {run.uri} has a score to be the best by ({ranking.metric} was NaN, "
+            f"or never evaluated): taking the latest, after {latest} steps"
+        ),
+    )
 
 
 def load_checkpoint(run: Storage, step: int) -> tuple[State, Manifest]:
@@ -90,7 +173,7 @@ def load_checkpoint(run: Storage, step: int) -> tuple[State, Manifest]:
         CheckpointError: it does not exist or is damaged; names the file and says why.
         StorageError: storage can't be read.
     """
-    return _read(_folder(run, step), step)
+    return read_folder(_folder(run, step), step)
 
 
 def newest_whole(
@@ -133,22 +216,45 @@ def set_aside(run: Storage, damaged: Damaged) -> str:
     return checkpoints.child(target).uri
 
 
-def load_weights(path: str | Path) -> dict[str, Any]:
-    """The weights of a run's newest checkpoint, or of a checkpoint, for plain torch.
+def load_weights(
+    path: str | Path, *, checkpoint: str | int = LATEST, ema: bool | None = None
+) -> dict[str, Any]:
+    """The weights of a run's checkpoint for plain torch.
 
     Args:
         path: a run directory or a checkpoint's folder; a path or a URI.
+        checkpoint: of a run: "latest", "best", or the number of steps before it.
+        ema: True: the averages of the weights; False: the weights themselves; None: the averages
+            where the run keeps them.
 
     Returns:
         What `model.load_state_dict(..., strict=True)` takes: parameters and persistent buffers
         on the CPU under the model's own keys, tied keys and extra state included.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is none, it is damaged, or has no averages.
         StorageError: storage can't be read.
     """
-    state, _ = _read_at(path)
-    return state_dict_of(state.values["model"], state.tensors)
+    state, manifest = read_at(path, checkpoint)
+    return weights_of(state, ema=ema, source=f"{path}, step {manifest.step}")
+
+
+def weights_of(state: State, *, ema: bool | None = None, source: str) -> dict[str, Any]:
+    """The model's state_dict in a state; `ema` as for `load_weights`, `source` for messages.
+
+    Raises:
+        CheckpointError: averages are asked for, and there are none.
+    """
+    has_averages = "ema" in state.values
+    if ema and not has_averages:
+        raise CheckpointError(
+            f"{source}: the checkpoint has no averages of weights: the run's ema.decay was null; "
+            "ask for the weights themselves (ema=False)"
+        )
+    found = state_dict_of(state.values["model"], state.tensors)
+    if ema is False or not has_averages:
+        return found
+    return averaged(found, state.values["model"], state.tensors)
 
 
 def digest_of(path: str | Path) -> str:
@@ -160,7 +266,7 @@ def digest_of(path: str | Path) -> str:
         CheckpointError: there is none, or it is damaged.
         StorageError: storage can't be read.
     """
-    state, manifest = _read_at(path)
+    state, manifest = read_at(path)
     digest = state_sha256(state)
     if digest != manifest.digest:
         raise CheckpointError(
@@ -179,85 +285,41 @@ def _folder(run: Storage, step: int) -> Storage:
     return run.child(names.CHECKPOINTS_DIR).child(step_name(step))
 
 
-def _created_s(folder: Storage) -> float | None:
+def _meta(folder: Storage) -> CheckpointMeta | None:
     try:
-        return Manifest.from_json(folder.read(names.MANIFEST_FILE)).meta.created_s
+        return Manifest.from_json(folder.read(names.MANIFEST_FILE)).meta
     except CheckpointError:
         return None
 
 
-def _read_at(path: str | Path) -> tuple[State, Manifest]:
+def read_at(path: str | Path, which: str | int = LATEST) -> tuple[State, Manifest]:
+    """The state of a run's checkpoint, or of the checkpoint whose folder is given.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        InputError: `which` is no way to name a checkpoint.
+        StorageError: storage can't be read.
+    """
     place = Storage.at(str(path))
     if place.exists(names.MANIFEST_FILE):
-        return _read(place, None)
+        if which not in (LATEST, step := step_of(place.uri.rpartition("/")[2])):
+            raise InputError(
+                f"{place.uri} is a checkpoint itself (after {step} steps), so {which!r} can't be "
+                "chosen from it; give the run directory"
+            )
+        return read_folder(place, None)
     whole = [step for step in _steps(place) if _folder(place, step).exists(names.MANIFEST_FILE)]
     if not whole:
         raise CheckpointError(
             f"{place.uri} is neither a checkpoint (no {names.MANIFEST_FILE}) nor a run that has a "
             f"whole one (in {names.CHECKPOINTS_DIR}/); give the path of either"
         )
+    choice = choose(place, which)
+    if choice.warning is not None:
+        logger.warning("%s", choice.warning)
     try:
-        return load_checkpoint(place, whole[-1])
+        return load_checkpoint(place, choice.step)
     except CheckpointError as error:
-        older = [_folder(place, step).uri for step in whole[:-1]]
+        older = [_folder(place, step).uri for step in whole if step < choice.step]
         hint = f"the one before is {older[-1]}" if older else "there is no older one"
         raise CheckpointError(f"{error}; {hint}") from error
-
-
-def _read(folder: Storage, step: int | None) -> tuple[State, Manifest]:
-    if not folder.exists(names.MANIFEST_FILE):
-        raise CheckpointError(
-            f"{folder.uri}: no {names.MANIFEST_FILE}: it was never finished, or does not exist"
-        )
-    where = f"{folder.uri}/{names.MANIFEST_FILE}"
-    data = folder.read(names.MANIFEST_FILE)
-    try:
-        manifest = Manifest.from_json(data)
-    except CheckpointError as error:
-        reason = "zero bytes" if not data else str(error)
-        raise CheckpointError(f"{where} is damaged: {reason}") from error
-    if step is not None and manifest.step != step:
-        raise CheckpointError(f"{where} is that of step {manifest.step}, not of {step}")
-    contents = {name: _verified(folder, name, entry) for name, entry in manifest.files.items()}
-    try:
-        return _state(manifest, contents), manifest
-    except (CheckpointError, SafetensorError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder.uri} can't be read: {error}") from error
-
-
-def _verified(folder: Storage, name: str, entry: FileEntry) -> bytes:
-    if not folder.exists(name):
-        raise CheckpointError(f"{folder.uri}/{name} is missing")
-    data = folder.read(name)
-    found = FileEntry.of(data)
-    if not data and entry.num_bytes:
-        reason = f"zero bytes, should have {entry.num_bytes}"
-    elif found.num_bytes < entry.num_bytes:
-        reason = f"cut: {found.num_bytes} of {entry.num_bytes} bytes"
-    elif found.num_bytes > entry.num_bytes:
-        reason = f"too long: {found.num_bytes} bytes, should have {entry.num_bytes}"
-    elif found.sha256 != entry.sha256:
-        reason = f"SHA-256 is {found.sha256}, should be {entry.sha256}"
-    else:
-        return data
-    raise CheckpointError(f"{folder.uri}/{name} is damaged: {reason}")
-
-
-def _state(manifest: Manifest, contents: dict[str, bytes]) -> State:
-    stored: dict[str, Tensor] = {}
-    for name in list(contents):
-        if name.endswith(names.STATE_FILE_SUFFIX):
-            stored.update(load(contents.pop(name)))
-    tensors: dict[str, Tensor] = {}
-    for name, entry in manifest.tensors.items():
-        if name not in stored:
-            raise CheckpointError(f"{name} is missing from {entry.file}")
-        entry.layout.check(name=name)
-        tensors[name] = from_stored(stored.pop(name), entry.layout, name=name)
-    values = parse_json(contents[names.VALUES_FILE].decode("ascii"))
-    if values["format"] != FORMAT:
-        raise CheckpointError(
-            f"{names.VALUES_FILE} has format {values['format']!r}; this version of samestep reads "
-            f"format {FORMAT}"
-        )
-    return unflatten(manifest.step, tensors, values["values"])

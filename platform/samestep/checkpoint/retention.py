@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest ones and those that somebody still needs."""
+"""Which checkpoints stay: the newest ones, the best, and those that somebody still needs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Collection
 
 from samestep import names
 from samestep.checkpoint.manifest import step_name
-from samestep.checkpoint.reading import list_checkpoints
+from samestep.checkpoint.reading import best_of, list_checkpoints
 from samestep.checkpoint.storage import Storage
 
 
 def apply_retention(run: Storage, keep: int, protect: Collection[int] = ()) -> list[int]:
-    """Deletes whole checkpoints except the `keep` newest and those of the steps in `protect`.
+    """Deletes whole checkpoints except the `keep` newest, the best and those in `protect`.
 
-    The manifest goes first: what is half deleted does not exist. Unfinished ones and those set
-    aside are left alone.
+    The best is so by what the newest one says that the run ranks by. The manifest goes first: what
+    is half deleted does not exist. Unfinished ones and those set aside are left alone.
 
     Returns:
         The steps whose checkpoints were deleted, oldest first.
@@ -25,8 +25,10 @@ def apply_retention(run: Storage, keep: int, protect: Collection[int] = ()) -> l
     """
     if keep < 1:
         raise ValueError(f"at least one checkpoint must be kept, got keep={keep}")
-    whole = [info.step for info in list_checkpoints(run) if info.whole]
-    gone = [step for step in whole[:-keep] if step not in protect]
+    whole = [info for info in list_checkpoints(run) if info.whole]
+    best = best_of(whole)
+    stay = {*protect, *([best.step] if best else [])}
+    gone = [info.step for info in whole[:-keep] if info.step not in stay]
     checkpoints = run.child(names.CHECKPOINTS_DIR)
     for step in gone:
         checkpoints.delete(f"{step_name(step)}/{names.MANIFEST_FILE}")

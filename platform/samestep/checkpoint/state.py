@@ -5,6 +5,7 @@ A state consists of tensors by name and of typed values. Names never carry a wra
     model/<key>               parameters and persistent buffers, by their key in the state_dict
     buffer/<name>             buffers that are in no state_dict
     optimizer/<index>/<key>   the optimizer's state; index counts parameters over its groups
+    ema/<name>                averages of the parameters, where the job keeps them
 
 What two names share (tied weights) is stored once, under the first of them.
 """
@@ -32,12 +33,21 @@ _SUNK_PREFIX: Final = "values/"
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The live objects whose state a checkpoint holds; a wrapper around the model is ignored."""
+    """The live objects whose state a checkpoint holds; a wrapper around the model is ignored.
+
+    Attributes:
+        model: as the workload made it.
+        optimizer: over its parameters.
+        scheduler: of the learning rate.
+        scaler: of the loss.
+        ema: averages of the parameters by name, each laid out as its parameter.
+    """
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     scaler: GradScaler | None = None
+    ema: dict[str, Tensor] | None = None
 
 
 @dataclass(kw_only=True)
@@ -69,13 +79,16 @@ def collect(parts: Parts, *, step: int, extras: Mapping[str, Any]) -> State:
     """
     tensors: dict[str, Tensor] = {}
     model = model_state.bare(parts.model)
-    values = {
+    values: dict[str, Any] = {
         "model": model_state.collect_model(model, tensors),
         "optimizer": optimizer_state.collect_optimizer(parts.optimizer, model, tensors),
         "scheduler": optimizer_state.collect_scheduler(parts.scheduler),
         "scaler": optimizer_state.collect_scaler(parts.scaler),
         "extras": dict(extras),
     }
+    if parts.ema is not None:
+        values["ema"] = list(parts.ema)
+        tensors.update((f"ema/{name}", average) for name, average in parts.ema.items())
     return State(step=step, tensors=tensors, values=values)
 
 
@@ -95,6 +108,7 @@ def restore(state: State, parts: Parts) -> None:
         *optimizer_state.optimizer_mismatches(parts.optimizer, model, values["optimizer"], tensors),
         *optimizer_state.scheduler_mismatches(parts.scheduler, values["scheduler"]),
         *optimizer_state.scaler_mismatches(parts.scaler, values["scaler"]),
+        *model_state.ema_mismatches(parts.ema, values.get("ema"), tensors),
     ]
     if problems:
         raise CheckpointError(
@@ -106,6 +120,7 @@ def restore(state: State, parts: Parts) -> None:
     optimizer_state.restore_scheduler(parts.scheduler, values["scheduler"])
     optimizer_state.restore_scaler(parts.scaler, values["scaler"])
     optimizer_state.restore_groups(parts.optimizer, values["optimizer"])
+    model_state.restore_ema(parts.ema, tensors)
 
 
 def check_encodable(parts: Parts) -> None:

@@ -59,6 +59,9 @@ def _lines(summary: RunSummary) -> list[Text]:
     if digest:
         lines.append(_line("digest", str(digest)))
     lines.append(_line("checkpoints", _checkpoints(summary)))
+    best = _best(summary)
+    if best:
+        lines.append(_line("best", best))
     lines.append(_line("incidents", str(len(summary.incidents))))
     lines += [
         _line("", f"{incident.id}: {(incident.message.splitlines() or [''])[0]}")
@@ -99,6 +102,20 @@ def _checkpoints(summary: RunSummary) -> str:
         size = sum(info.num_bytes for info in whole) / 1e6
         text = f"after {', '.join(str(info.step) for info in whole)} steps ({size:.1f} MB)"
     return f"{text}; {unfinished} unfinished" if unfinished else text
+
+
+def _best(summary: RunSummary) -> str:
+    latest = summary.latest
+    if latest is None or latest.ranking is None:
+        return ""
+    ranking, best = latest.ranking, summary.best
+    if best is None:
+        return (
+            f"none: {ranking.metric} was NaN or never evaluated; the latest, after {latest.step} "
+            "steps, stands for it"
+        )
+    text = f"after {best.step} steps: {ranking.metric} {ranking.score_of(best):.6g}"
+    return f"{text} ({ranking.order} is best); the latest is after {latest.step}"
 
 
 def _attempts(summary: RunSummary) -> Table:

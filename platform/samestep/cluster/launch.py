@@ -14,6 +14,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.errors import ExitStatus, RunConflictError, SpecError, StorageError
 from samestep.names import Env, RunState
 from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields
+from samestep.spec_training import source_uri
 from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.link import Target
@@ -36,7 +37,8 @@ class Outcome:
         step: steps taken.
         digest: SHA-256 over weights, optimizer state and position of the last checkpoint.
         evaluation: metrics of the last evaluation, if there was one.
-        message: why it failed; empty otherwise.
+        message: why it failed, or was done early; empty otherwise.
+        best: the best checkpoint: `step`, `metric` and `score`; None where there is none.
     """
 
     run: str
@@ -47,6 +49,7 @@ class Outcome:
     digest: str
     evaluation: dict[str, float] | None
     message: str
+    best: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,7 @@ def train(
             "or digit, and have at most 63 characters"
         )
     run = Storage.at(run_uri(spec, name))
+    spec = _with_source(spec)
     observer = observer or _nothing
     search = tuple(path.resolve() for path in (search or [Path.cwd()]))
     _refuse_other_job(run, spec, restart)
@@ -149,6 +153,26 @@ def run_uri(spec: JobSpec, name: str) -> str:
     return str(Path(storage).resolve() / name)
 
 
+def _with_source(spec: JobSpec) -> JobSpec:
+    """The spec with the place of `init_from` spelled out, for workers elsewhere.
+
+    Raises:
+        SpecError: a relative path inside a submitted Ray job, whose working directory is a copy.
+    """
+    path = spec.init_from.path
+    uri = source_uri(spec.init_from, spec.storage)
+    if path is None or uri is None:
+        return spec
+    is_relative = "/" in path and "://" not in path and not os.path.isabs(path)
+    if is_relative and os.environ.get(Env.RAY_JOB_CONFIG):
+        raise SpecError(
+            f"init_from.path {path!r} is relative, and the working directory of a submitted Ray "
+            "job is a copy: give the name of a run in storage, an absolute path that all nodes "
+            "share, or a URI"
+        )
+    return spec.model_copy(update={"init_from": spec.init_from.model_copy(update={"path": uri})})
+
+
 def finish_if_open(target: Target, failure: str | None) -> dict[str, Any]:
     """Ends a run that nobody ended: failed, with the first cause there is.
 
@@ -188,6 +212,7 @@ def _outcome(run: Storage, name: str, result: dict[str, Any]) -> Outcome:
         digest=str(result["digest"]),
         evaluation=result["evaluation"],
         message=str(result["message"]),
+        best=result.get("best"),
     )
 
 
@@ -216,6 +241,10 @@ def _finished(run: Storage, name: str, spec: JobSpec) -> Outcome | None:
     before = read_spec(run)
     asked = (spec.epochs, spec.max_steps)
     if asked != (before.epochs, before.max_steps) and not _is_less(spec, before):
+        return None
+    if result.get("reason") == "early_stop" and (
+        spec.early_stop.patience > before.early_stop.patience
+    ):
         return None
     return _outcome(run, name, result)
 

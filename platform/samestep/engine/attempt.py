@@ -16,14 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.checkpoint.reading import load_checkpoint, newest_whole, set_aside
-from samestep.checkpoint.state import State, check_encodable, collect, restore
+from samestep.checkpoint.state import check_encodable, collect
 from samestep.checkpoint.storage import Storage
+from samestep.engine.appraisal import require_metrics
 from samestep.engine.canary import compare_canary, compare_fingerprints, nominal_weight
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
-from samestep.engine.loop import Loop, Saved
+from samestep.engine.initial import Initial, load_initial
+from samestep.engine.loop import Loop
 from samestep.engine.peers import Peers
+from samestep.engine.resume import Resumption, Saved
 from samestep.engine.setup import (
     Built,
     before_step,
@@ -33,13 +35,7 @@ from samestep.engine.setup import (
     turns_of,
 )
 from samestep.engine.step import StepEngine
-from samestep.errors import (
-    CheckpointError,
-    PeerLostError,
-    RunConflictError,
-    SamestepError,
-    UserCodeError,
-)
+from samestep.errors import CheckpointError, PeerLostError, SamestepError, UserCodeError
 from samestep.exact import numerics
 from samestep.exact.digest import live_digest
 from samestep.incidents.record import Incident
@@ -135,8 +131,11 @@ class _Attempt:
         )
         built = build(spec, workload, device)
         check_encodable(built.parts)
-        saved = self._resume(built)
+        saved = Resumption(
+            spec, run=self._run, peers=peers, target=place.target, attempt=self._attempt
+        ).restore(built)
         self._step = saved.step
+        initial = load_initial(spec, built.parts) if saved.digest is None else None
         replicas = make_replicas(spec, built, place.devices, peers)
         self._feed = Feed(
             workload=built.workload,
@@ -163,9 +162,7 @@ class _Attempt:
         )
         self._engine = exact
         state = live_digest(collect(built.parts, step=saved.step, extras={}).tensors)
-        formed = compare_canary(
-            spec, exact, peers, built.order, self._feed.take_apart, state
-        )
+        formed = compare_canary(spec, exact, peers, built.order, self._feed.take_apart, state)
         exact.nominal_weight = nominal_weight(
             saved.nominal_weight or spec.nominal_weight, formed.canary, exact.nominal_weight
         )
@@ -174,7 +171,13 @@ class _Attempt:
             self._engine = FastEngine(
                 spec=spec, workload=built.workload, replica=replicas[0], peers=peers, scale=scale
             )
-        self._begin(built, saved, fingerprint, mixed + formed.differing)
+        if built.evaluation is not None and saved.step < built.end_step:
+            # What is wrong with evaluate, or hangs on a metric that it lacks, shows before step 0.
+            metrics = built.evaluation.run(
+                built.parts.model, peers, step=saved.step, device=device, max_batches=1
+            )
+            require_metrics(spec, built.schedule, metrics)
+        self._begin(built, saved, initial, fingerprint, mixed + formed.differing)
         Loop(
             spec=spec,
             built=built,
@@ -214,13 +217,16 @@ class _Attempt:
 
         kind = type(error).__name__
         message = str(error) if isinstance(error, SamestepError) else f"{kind}: {error}"
+        host, world_rank = os.uname().nodename, self._peers.world_rank
+        if isinstance(error, UserCodeError) and self._peers.world_size > 1:
+            message = f"worker {world_rank} on {host}: {message}"
         text = "".join(traceback.format_exception(error))
         incident = Incident(
             kind=_incident_kind(error),
             step=self._step,
             attempt=self._attempt,
-            world_rank=self._peers.world_rank,
-            host=os.uname().nodename,
+            world_rank=world_rank,
+            host=host,
             time=time.time(),
             message=message,
             traceback=text,
@@ -243,64 +249,13 @@ class _Attempt:
     def _at(self, step: int) -> None:
         self._step = step
 
-    def _resume(self, built: Built) -> Saved:
-        """Restores the newest whole checkpoint that worker 0 sees, on every worker."""
-        message: dict[str, Any] = {}
-        chosen: tuple[State, str] | None = None
-        if self._peers.world_rank == 0:
-            try:
-                chosen, message["damaged"] = self._choose()
-                message["step"] = chosen[0].step if chosen else None
-            except SamestepError as error:
-                self._peers.gather({"error": str(error)})()
-                raise
-        told = self._peers.gather(message)()[0]
-        if "error" in told:
-            raise PeerLostError(f"worker 0 can't resume: {told['error']}")
-        if told["step"] is None:
-            return Saved(step=0, nominal_weight=None)
-        if chosen is None:
-            loaded, manifest = load_checkpoint(self._run, told["step"])
-            chosen = (loaded, manifest.digest)
-        state, extras = chosen[0], chosen[0].extras
-        if extras["dataset_size"] != built.dataset_size:
-            raise RunConflictError(
-                f"the training data has {built.dataset_size} samples, the checkpoint at step "
-                f"{state.step} of {self._run.uri} was made with {extras['dataset_size']}: other "
-                "data is another run; give it another --name, or restore the data"
-            )
-        restore(state, built.parts)
-        return Saved(
-            step=state.step, nominal_weight=extras["nominal_weight"], digest=chosen[1]
-        )
-
-    def _choose(self) -> tuple[tuple[State, str] | None, list[str]]:
-        found, rejected = newest_whole(self._run)
-        # One whose writer was killed has no manifest: it never was a checkpoint.
-        damaged = [item for item in rejected if not item.unfinished]
-        lines = []
-        for item in damaged:
-            incident = Incident(
-                kind=IncidentKind.DAMAGED_CHECKPOINT,
-                step=item.step,
-                attempt=self._attempt,
-                world_rank=0,
-                host=os.uname().nodename,
-                time=time.time(),
-                message=f"checkpoint at step {item.step} rejected: {item.reason}",
-                evidence=[set_aside(self._run, item) if found is not None else item.uri],
-            )
-            self._place.target.call("record_incident", self._attempt, incident.to_json())
-            lines.append(incident.message)
-        if found is None and damaged:
-            raise CheckpointError(
-                f"no checkpoint of {self._run.uri} is whole: " + "; ".join(lines) + "; nothing "
-                "was deleted. Start over from step 0 with --restart, or restore one of them"
-            )
-        return (found.state, found.manifest.digest) if found else None, lines
-
     def _begin(
-        self, built: Built, saved: Saved, fingerprint: dict[str, Any], mixed: list[str]
+        self,
+        built: Built,
+        saved: Saved,
+        initial: Initial | None,
+        fingerprint: dict[str, Any],
+        mixed: list[str],
     ) -> None:
         hosts = [str(host) for host in self._peers.gather(os.uname().nodename)()]
         message: dict[str, Any] = {}
@@ -319,6 +274,8 @@ class _Attempt:
                 "custom_order": built.custom_order,
                 "placement_dependent": mixed,
             }
+            if initial is not None:
+                info["init_from"] = initial.to_json()
             try:
                 message["attempt"] = self._place.target.call("begin_attempt", info)
             except SamestepError as error:
@@ -330,6 +287,8 @@ class _Attempt:
         self._attempt = int(told["attempt"])
         if self._peers.world_rank == 0:
             self._link = Link(self._place.target, self._attempt, "0")
+            if initial is not None:
+                self._place.target.call("say", initial.note)
         self._note(
             f"attempt {self._attempt} begins at step {saved.step}: worker "
             f"{self._peers.world_rank} of {self._peers.world_size}, mode {self._place.mode}"
@@ -363,5 +322,3 @@ def _incident_kind(error: Exception) -> IncidentKind:
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:
     return loss
-
-

@@ -6,14 +6,16 @@ of workers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from samestep.engine.batch import to_device
 from samestep.engine.buffers import BufferKeeper
+from samestep.engine.ema import averages_in
 from samestep.engine.feed import Fetcher, require_map_style
 from samestep.engine.peers import Peers
 from samestep.engine.shard import autocast, in_user_code, metric_sums
@@ -28,12 +30,26 @@ from samestep.workload import Workload
 class Evaluation:
     """The evaluation of one run.
 
+    Args:
+        spec: the job.
+        workload: the user's.
+        dataset: the evaluation data.
+        ema: live averages of the weights, which are evaluated instead of them.
+
     Raises:
         WorkloadError: the evaluation data is unusable, or `evaluate` is missing.
     """
 
-    def __init__(self, spec: JobSpec, workload: Workload, dataset: Dataset[Any]) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        workload: Workload,
+        dataset: Dataset[Any],
+        *,
+        ema: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._spec = spec
+        self._ema = ema
         self._workload = workload
         self.size = require_map_style(dataset, "evaluation_data()")
         if self.size == 0:
@@ -56,7 +72,8 @@ class Evaluation:
     ) -> dict[str, float]:
         """Metrics over all evaluation samples, the same on every worker.
 
-        The model is in eval mode meanwhile; its modes and buffers are as before afterwards.
+        The model is in eval mode meanwhile, with the averages of its weights where there are any;
+        its modes, weights and buffers are as before afterwards.
 
         Args:
             model: to evaluate.
@@ -72,7 +89,7 @@ class Evaluation:
         keeper.start_step()
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), averages_in(model, self._ema):
                 sums = {str(b): self._batch(model, b, starts[b], step, device) for b in mine}
         finally:
             keeper.start_shard()

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.state import check_encodable
+from samestep.engine.appraisal import require_metrics
 from samestep.engine.batch import check_batch, map_tensors, signature, to_device
 from samestep.engine.buckets import trainable
 from samestep.engine.canary import Formed, compare_canary, nominal_weight
 from samestep.engine.feed import Fetcher
 from samestep.engine.forecast import cheap_numbers, forecast
+from samestep.engine.initial import load_initial
 from samestep.engine.peers import Peers
 from samestep.engine.report import (
     LossInfo,
@@ -79,6 +81,9 @@ class _Inspection:
             self._prepare()
             workload = load_workload(self._spec.workload, self._spec.args, search)
             built = build(self._spec, workload, self._device)
+            initial = load_initial(self._spec, built.parts)
+            if initial is not None and (initial.missing or initial.unexpected):
+                self._warn(initial.note)
             self._look_at_data(built)
             self._look_at_model(built)
             check_encodable(built.parts)
@@ -224,6 +229,7 @@ class _Inspection:
             self._report.evaluation = built.evaluation.run(
                 parts.model, peers, step=1, device=self._device, max_batches=1
             )
+            require_metrics(spec, built.schedule, self._report.evaluation)
 
     def _probe(
         self, built: Built, engine: StepEngine, take: Callable[[ShardPlan, torch.device], Any]

@@ -6,16 +6,18 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from samestep.checkpoint.manifest import CheckpointMeta
 from samestep.checkpoint.state import collect
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import write_files
+from samestep.engine.appraisal import Appraisal
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
+from samestep.engine.hooks import Hooks
 from samestep.engine.peers import Peers
+from samestep.engine.resume import Saved
 from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.update import Updated, apply_update
@@ -25,25 +27,11 @@ from samestep.names import Event
 from samestep.spec import JobSpec, bits_part
 from samestep.telemetry.link import Link, Target
 from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.workload import Values
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 120.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """Where to start.
-
-    Attributes:
-        step: steps taken so far.
-        nominal_weight: of the run's shards, if it is known yet.
-        digest: of the checkpoint that was restored; None at the start of a run.
-    """
-
-    step: int
-    nominal_weight: float | None
-    digest: str | None = None
 
 
 class Loop:
@@ -82,6 +70,14 @@ class Loop:
         self._numerics = numerics
         self._on_step = on_step
         self._device = engine.main.device
+        self._appraisal = Appraisal(
+            spec,
+            schedule=built.schedule,
+            steps_per_epoch=built.order.steps_per_epoch,
+            early_stop=start.early_stop,
+            best=start.best,
+        )
+        self._hooks = Hooks(built.workload, seed=spec.seed, device=self._device)
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = -1
         self._committed = (start.step, start.digest) if start.digest is not None else None
@@ -89,39 +85,52 @@ class Loop:
 
     def train(self) -> None:
         """Takes steps; ends with a checkpoint and the run's result at the recorder."""
-        stop = False
-        while self._step < self._built.end_step and not stop:
+        if self._spec.init_from.path is not None and self._committed is None:
+            self._checkpoint()  # a resume needs the source no more, whatever becomes of it
+        end_step, stop = self._built.end_step, False
+        while self._step < end_step and not stop and self._appraisal.stop_reason is None:
             self._on_step(self._step)
-            stop = self._take_step()
-            if self._evaluation_due():
-                self._evaluate()
+            stop, values = self._take_step()
+            is_best = self._appraisal.is_due(self._step) and self._evaluate()
+            if self._step % self._built.order.steps_per_epoch == 0:
+                self._hooks.on_epoch(values, self._evaluation_here)
             every = self._spec.checkpoint.every_steps
-            if every and self._step % every == 0 and self._step < self._built.end_step:
+            if is_best or (every and self._step % every == 0 and self._step < end_step):
                 self._checkpoint()
-        done = self._step >= self._built.end_step
+        done = self._step >= end_step or self._appraisal.stop_reason is not None
         if done:
             self._evaluate()
         self._checkpoint()
-        if self._link is not None:
-            assert self._committed is not None
-            self._target.call(
-                "finish",
-                self._attempt,
-                {
-                    "status": "done" if done else "interrupted",
-                    "step": self._step,
-                    "digest": self._committed[1],
-                    "evaluation": self._evaluation,
-                    "exit_status": int(
-                        ExitStatus.DONE if done else ExitStatus.INTERRUPTED
-                    ),
-                    "message": "",
-                },
-            )
+        self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
         self._peers.gather("end")()
 
-    def _take_step(self) -> bool:
+    def _finish(self, done: bool) -> None:
+        if self._link is None:
+            return
+        assert self._committed is not None
+        appraisal = self._appraisal
+        if appraisal.warning is not None:
+            self._target.call("say", appraisal.warning)
+        reason = "stop"
+        if done:
+            reason = "early_stop" if self._step < self._built.end_step else "end"
+        self._target.call(
+            "finish",
+            self._attempt,
+            {
+                "status": "done" if done else "interrupted",
+                "reason": reason,
+                "step": self._step,
+                "digest": self._committed[1],
+                "evaluation": self._evaluation,
+                "best": appraisal.best_as_json(),
+                "exit_status": int(ExitStatus.DONE if done else ExitStatus.INTERRUPTED),
+                "message": (appraisal.stop_reason or "") if reason == "early_stop" else "",
+            },
+        )
+
+    def _take_step(self) -> tuple[bool, Values]:
         spec, built, step = self._spec, self._built, self._step
         started = time.perf_counter()
         self._data_wait_s = 0.0
@@ -132,7 +141,12 @@ class Loop:
         wants_stop = self._link is not None and self._link.stop_requested
         reduced = self._engine.compute(step, plans, self._take, int(wants_stop))
         updated = apply_update(
-            spec, built.parts, reduced.parameters, step=step, device=self._device
+            spec,
+            built.parts,
+            reduced.parameters,
+            step=step,
+            device=self._device,
+            schedule_due=self._schedule_due(step + 1),
         )
         self._engine.sync_replicas()
         self._step = step + 1
@@ -148,7 +162,15 @@ class Loop:
             }
             ids = [list(plan.ids) for plan in plans]
             self._record(step, plans[0].epoch, ids, reduced, updated, digest, timing)
-        return bool(reduced.flag)
+        values = _values(step, plans[0].epoch, reduced, updated)
+        self._hooks.on_step(values)
+        return bool(reduced.flag), values
+
+    def _schedule_due(self, num_steps: int) -> bool:
+        schedule = self._built.schedule
+        if schedule is None or schedule.every == "evaluation":
+            return False
+        return schedule.every == "step" or num_steps % self._built.order.steps_per_epoch == 0
 
     def _take(self, plan: Any, device: Any) -> Any:
         started = time.perf_counter()
@@ -179,10 +201,10 @@ class Loop:
             step=step,
             epoch=epoch,
             samples=sum(map(len, ids)),
-            loss=None if reduced.is_empty else reduced.loss,
+            loss=_loss(reduced),
             shard_losses=reduced.shard_losses,
             shard_weights=[weight or None for weight in reduced.shard_weights],
-            grad_norm=None if math.isnan(updated.grad_norm) and updated.skipped else updated.grad_norm,
+            grad_norm=_grad_norm(updated),
             lr=updated.learning_rates,
             ids=ids_digest(ids),
             metrics=reduced.metrics,
@@ -192,21 +214,23 @@ class Loop:
         )
         self._link.record(record.to_json())
 
-    def _evaluation_due(self) -> bool:
-        every = self._spec.evaluate.every_epochs
-        per_epoch = self._built.order.steps_per_epoch
-        return every > 0 and self._step % (per_epoch * every) == 0
-
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluates, once a step; returns whether the state is the best so far."""
         if self._built.evaluation is None or self._evaluated_at == self._step:
-            return
+            return False
         metrics = self._built.evaluation.run(
             self._built.parts.model, self._peers, step=self._step, device=self._device
         )
         self._evaluation, self._evaluated_at = metrics, self._step
-        self._event(
-            Event.EVALUATION, {"metrics": metrics, "samples": self._built.evaluation.size}
-        )
+        self._event(Event.EVALUATION, {"metrics": metrics, "samples": self._built.evaluation.size})
+        if self._step == self._first_step:
+            return False  # the checkpoint that was restored has what was decided then in it
+        due = self._appraisal.is_due(self._step)
+        return self._appraisal.take(metrics, step=self._step, decides=due)
+
+    @property
+    def _evaluation_here(self) -> dict[str, float] | None:
+        return self._evaluation if self._evaluated_at == self._step else None
 
     def _agreed_digest(self) -> str:
         """Digest of the live state, equal on all workers or a DivergenceError."""
@@ -236,6 +260,7 @@ class Loop:
                     "nominal_weight": self._nominal_weight,
                     "dataset_size": self._built.dataset_size,
                     "steps_per_epoch": self._built.order.steps_per_epoch,
+                    **self._appraisal.state,
                 },
             )
             self._link.flush(FLUSH_S)
@@ -248,6 +273,8 @@ class Loop:
                     numerics=self._numerics,
                     spec=bits_part(self._spec),
                     created_s=time.time(),
+                    evaluation=self._evaluation_here or {},
+                    ranking=self._appraisal.ranking,
                 ),
             )
             self._target.call(
@@ -267,3 +294,23 @@ class Loop:
                 fields=fields,
             )
             self._link.record(record.to_json())
+
+
+def _values(step: int, epoch: int, reduced: Reduced, updated: Updated) -> Values:
+    return Values(
+        step=step,
+        epoch=epoch,
+        loss=_loss(reduced),
+        grad_norm=_grad_norm(updated),
+        lr=tuple(updated.learning_rates),
+        metrics=dict(reduced.metrics),
+        skipped=updated.skipped,
+    )
+
+
+def _loss(reduced: Reduced) -> float | None:
+    return None if reduced.is_empty else reduced.loss
+
+
+def _grad_norm(updated: Updated) -> float | None:
+    return None if math.isnan(updated.grad_norm) and updated.skipped else updated.grad_norm

@@ -13,16 +13,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from samestep.checkpoint.state import Parts
 from samestep.checkpoint.storage import Storage
 from samestep.engine import compiled
+from samestep.engine.appraisal import require_metrics
 from samestep.engine.buffers import BufferKeeper
+from samestep.engine.ema import start_averages
 from samestep.engine.evaluate import Evaluation
 from samestep.engine.feed import require_map_style
 from samestep.engine.peers import Peers
+from samestep.engine.schedule import checked_schedule
 from samestep.engine.shard import in_user_code, refuse_inexact
 from samestep.engine.step import Replica
 from samestep.engine.update import make_scaler
@@ -31,7 +33,7 @@ from samestep.exact.order import EpochOrder, Order
 from samestep.exact.seeds import Purpose, seed_everything
 from samestep.exact.tree import shard_range
 from samestep.spec import JobSpec
-from samestep.workload import Workload
+from samestep.workload import Schedule, Workload
 
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ class Built:
     Attributes:
         dataset: the training data, of `dataset_size` samples.
         custom_order: the workload gives its own order.
+        schedule: of the learning rate, with what it is stepped by.
         end_step: number of steps of the whole run.
         put_to_training: modules that `model()` returned in eval mode.
     """
@@ -55,6 +58,7 @@ class Built:
     order: Order
     feed_order: Order
     evaluation: Evaluation | None
+    schedule: Schedule | None
     end_step: int
     put_to_training: tuple[str, ...]
 
@@ -97,19 +101,22 @@ def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
     refuse_inexact(model, optimizer)
     compiled.refuse_dynamic(model)
     scheduler = made(3, "scheduler()", lambda: workload.scheduler(optimizer))
-    if scheduler is not None:
-        _require(scheduler, LRScheduler, "scheduler()")
     evaluation_data = made(4, "evaluation_data()", workload.evaluation_data)
+    schedule = checked_schedule(spec, scheduler, has_evaluation=evaluation_data is not None)
+    ema = start_averages(model) if spec.ema.decay is not None else None
     evaluation = None
     if evaluation_data is not None:
-        evaluation = Evaluation(spec, workload, evaluation_data)
+        evaluation = Evaluation(spec, workload, evaluation_data, ema=ema)
+    else:
+        require_metrics(spec, schedule, None)
     return Built(
         workload=workload,
         parts=Parts(
             model=model,
             optimizer=optimizer,
-            scheduler=scheduler,
+            scheduler=schedule.scheduler if schedule is not None else None,
             scaler=make_scaler(spec, device),
+            ema=ema,
         ),
         dataset=dataset,
         dataset_size=dataset_size,
@@ -117,6 +124,7 @@ def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
         order=order,
         feed_order=make_order(),
         evaluation=evaluation,
+        schedule=schedule,
         end_step=spec.max_steps or (spec.epochs or 0) * order.steps_per_epoch,
         put_to_training=in_eval_mode,
     )

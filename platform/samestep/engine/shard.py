@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -124,17 +125,24 @@ def metric_sums(
     Raises:
         WorkloadError: a metric that is neither.
     """
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise WorkloadError(
+            f"{where}: metrics must be a dict from names to numbers or 1-dim tensors, got "
+            f"{metrics!r}"[:400]
+        )
     sums = {}
+    value: Any
     for name, value in metrics.items():
-        if isinstance(value, Tensor) and value.ndim == 1:
+        if isinstance(value, Tensor) and value.ndim == 1 and not value.is_complex():
             values = value.detach().to("cpu", torch.float64).tolist()
             sums[name] = (math.fsum(values), float(len(values)))
-        elif isinstance(value, bool | int | float) or (
-            isinstance(value, Tensor) and value.ndim == 0
+        elif isinstance(value, Real) or (
+            isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()
         ):
             sums[name] = (float(value) * weight, weight)
         else:
-            shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            is_tensor = isinstance(value, Tensor)
+            shown = f"shape {tuple(value.shape)} of {value.dtype}" if is_tensor else repr(value)
             raise WorkloadError(
                 f"{where}: metric {name!r} must be a number or a 1-dim tensor with one value per "
                 f"sample, got {shown}"
@@ -185,9 +193,7 @@ def refuse_inexact(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 "workers: use BatchNorm (its batch is the shard), GroupNorm or LayerNorm"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise NotExactError(
-                f"module {name} makes sparse gradients: build it with sparse=False"
-            )
+            raise NotExactError(f"module {name} makes sparse gradients: build it with sparse=False")
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise NotExactError(

@@ -1,20 +1,21 @@
-"""The update: unscaling, clipping, optimizer, scheduler; replicated on every worker, no talking.
+"""The update: unscaling, clipping, optimizer, averages, scheduler; on every worker, no talking.
 
 What happens on a step that is left out (no weight, or an overflow under loss scaling) is defined
-here once: the optimizer does not act, the scheduler and the position go on, and the scaler does
-as torch's GradScaler does.
+here once: the optimizer does not act and the averages of the weights stay, the scheduler and the
+position go on, and the scaler does as torch's GradScaler does.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from samestep.checkpoint.state import Parts
+from samestep.engine.ema import update_averages
+from samestep.engine.schedule import step_schedule
 from samestep.exact.seeds import Purpose, seed_everything
 from samestep.spec import JobSpec
 
@@ -52,16 +53,23 @@ def make_scaler(spec: JobSpec, device: torch.device) -> torch.amp.GradScaler | N
 
 
 def apply_update(
-    spec: JobSpec, parts: Parts, parameters: list[nn.Parameter], *, step: int, device: torch.device
+    spec: JobSpec,
+    parts: Parts,
+    parameters: list[nn.Parameter],
+    *,
+    step: int,
+    device: torch.device,
+    schedule_due: bool = True,
 ) -> Updated:
     """Updates the model by the reduced gradient.
 
     Args:
         spec: the job.
-        parts: model, optimizer, scheduler, scaler.
+        parts: model, optimizer, scheduler, scaler, averages.
         parameters: those that have a gradient.
         step: global step; keys the optimizer's own draws.
         device: of the parameters.
+        schedule_due: the scheduler is stepped after this step, whether or not it is left out.
     """
     learning_rates = [float(group["lr"]) for group in parts.optimizer.param_groups if "lr" in group]
     grad_norm, skipped = math.nan, not parameters
@@ -82,11 +90,11 @@ def apply_update(
             scaler.update()
             skipped = scaler.get_scale() < scale
         grad_norm = float(norm)
-    if parts.scheduler is not None:
-        with warnings.catch_warnings():
-            # A skipped first step makes torch warn that the scheduler came before the optimizer.
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
-            parts.scheduler.step()
+    if parts.ema is not None and not skipped:
+        assert spec.ema.decay is not None
+        update_averages(parts.ema, parts.model, spec.ema.decay)
+    if parts.scheduler is not None and schedule_due:
+        step_schedule(parts.scheduler)
     return Updated(grad_norm=grad_norm, learning_rates=learning_rates, skipped=skipped)
 
 

@@ -103,6 +103,17 @@ def float_from_hex(text: str) -> float:
     return value
 
 
+def pack_float(value: float) -> dict[str, Any]:
+    """A float as JSON that people can read and that gives its bits back."""
+    value = float(value)
+    return {"v": value if math.isfinite(value) else None, "hex": canonical_float_hex(value)}
+
+
+def unpack_float(data: Mapping[str, Any]) -> float:
+    """Inverse of `pack_float`."""
+    return float_from_hex(data["hex"])
+
+
 def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """The elements in C order as raw bytes; no copy where a CPU tensor is contiguous already.
 

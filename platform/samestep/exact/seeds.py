@@ -27,6 +27,7 @@ class Purpose(StrEnum):
     FORWARD = "forward"
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
+    HOOK = "hook"
 
 
 def stream_key(seed: int, purpose: Purpose, *indices: int) -> bytes:

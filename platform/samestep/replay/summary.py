@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from samestep.checkpoint.reading import CheckpointInfo, list_checkpoints
+from samestep.checkpoint.reading import CheckpointInfo, best_of, list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.exact.digest import canonical_float_hex
 from samestep.incidents.record import Incident, list_incidents
@@ -57,6 +57,16 @@ class RunSummary:
     checkpoints: tuple[CheckpointInfo, ...]
     torn: tuple[str, ...]
 
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The newest whole checkpoint."""
+        return next((info for info in reversed(self.checkpoints) if info.whole), None)
+
+    @property
+    def best(self) -> CheckpointInfo | None:
+        """The best whole checkpoint, by what the run ranks by; None when none has a score."""
+        return best_of(self.checkpoints)
+
     def to_json(self) -> dict[str, Any]:
         """The summary as plain JSON data; a float that JSON can't hold becomes its name."""
         data: dict[str, Any] = {
@@ -75,11 +85,19 @@ class RunSummary:
             "attempts": [_attempt_json(attempt) for attempt in self.attempts],
             "incidents": [incident.to_json() for incident in self.incidents],
             "checkpoints": [asdict(info) for info in self.checkpoints],
+            "latest": self.latest.step if self.latest else None,
+            "best": self._best_json(),
             "torn": list(self.torn),
         }
         made = plain(data)
         assert isinstance(made, dict)
         return made
+
+    def _best_json(self) -> dict[str, Any] | None:
+        ranking = self.latest.ranking if self.latest is not None else None
+        if ranking is None or self.best is None:
+            return None
+        return {"step": self.best.step, **asdict(ranking), "score": ranking.score_of(self.best)}
 
 
 def summarize(run: Storage) -> RunSummary:

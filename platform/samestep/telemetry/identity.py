@@ -13,10 +13,11 @@ import yaml
 from samestep import yaml12
 from samestep.checkpoint.storage import Storage
 from samestep.errors import RunConflictError, SpecError, StorageError
+from samestep.exact.digest import pack_float
 from samestep.exact.numerics import BINDING
 from samestep.names import NUMERICS_FILE, RESULT_FILE, SPEC_FILE
 from samestep.spec import JobSpec, differing_fields, parse_spec
-from samestep.telemetry.records import pack_float, unpack
+from samestep.telemetry.records import unpack
 
 FORMAT: Final = 1
 

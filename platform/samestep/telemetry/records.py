@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from samestep.errors import StorageError
-from samestep.exact.digest import canonical_float_hex, float_from_hex
+from samestep.exact.digest import canonical_float_hex, pack_float, unpack_float
 from samestep.names import Event
 
 STEP: Final = "step"
@@ -26,17 +26,6 @@ Chosen as the drift that reordered sums may cause over some hundred steps: about
 units in the last place of float32, ten of float16, six of bfloat16. It tells a run that learns
 the same from one that does not; it promises nothing about bits.
 """
-
-
-def pack_float(value: float) -> dict[str, Any]:
-    """A float as JSON that gives its bits back."""
-    value = float(value)
-    return {"v": value if math.isfinite(value) else None, "hex": canonical_float_hex(value)}
-
-
-def unpack_float(data: Mapping[str, Any]) -> float:
-    """Inverse of `pack_float`."""
-    return float_from_hex(data["hex"])
 
 
 def pack(value: Any) -> Any:

@@ -456,3 +456,26 @@ def test_every_wrapper_saves_and_loads_for_every_other(tmp_path: Path) -> None:
         assert live_digest(
             plain.state_dict(keep_vars=False) | {"_extra_state": torch.zeros(1)}
         ) == (live_digest(make(seed=n).model.state_dict() | {"_extra_state": torch.zeros(1)}))
+
+
+def test_averages_come_back_and_must_be_of_the_same_kind() -> None:
+    def parts(*, ema: bool, width: int = 2) -> Parts:
+        model = nn.Linear(3, width)
+        averages = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+        optimizer = SGD(model.parameters(), lr=0.1)
+        return Parts(model=model, optimizer=optimizer, ema=averages if ema else None)
+
+    saved = parts(ema=True)
+    state = collect(saved, step=1, extras={})
+    other = parts(ema=True)
+    restore(state, other)
+    assert saved.ema is not None
+    assert other.ema is not None
+    assert all(torch.equal(saved.ema[name], other.ema[name]) for name in saved.ema)
+    with pytest.raises(CheckpointError, match=r"average of weights \(ema\): one in the checkpoint"):
+        restore(state, parts(ema=False))
+    without = collect(parts(ema=False), step=1, extras={})
+    with pytest.raises(CheckpointError, match=r"average of weights \(ema\): none in the checkp"):
+        restore(without, parts(ema=True))
+    with pytest.raises(CheckpointError, match=r"ema/weight: shape \(2, 3\) in the checkpoint"):
+        restore(state, parts(ema=True, width=4))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from samestep import (
     parse_spec,
     train,
 )
+from samestep.checkpoint.reading import choose
 from samestep.checkpoint.storage import Storage
+from samestep.replay.summary import summarize
 from samestep.telemetry.past import read_past
 
 WORKLOAD = """
@@ -31,8 +34,8 @@ import samestep
 
 
 class Line(samestep.Workload):
-    def __init__(self, lr=0.1):
-        self.lr = lr
+    def __init__(self, lr=0.1, score=1.0):
+        self.lr, self.score = lr, float(score)
 
     def model(self):
         return nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -43,15 +46,22 @@ class Line(samestep.Workload):
     def loss(self, model, batch):
         return model(batch[0]).square().mean()
 
+    def evaluation_data(self):
+        return self.data()
+
+    def evaluate(self, model, batch):
+        return {"score": self.score}
+
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
 """
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "line.py").write_text(WORKLOAD)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("line", None)  # others have one of that name
 
 
 @pytest.fixture
@@ -104,6 +114,70 @@ def test_a_run_of_another_job_is_refused_with_the_fields_that_differ(
     with pytest.raises(RunConflictError, match=f"{next(iter(change))}: .* against ") as caught:
         train(make_spec(epochs=1, **change), search=[folder])
     assert caught.value.exit_status is ExitStatus.BAD_INPUT
+
+
+def test_a_run_that_stopped_early_is_done_until_it_is_given_more_patience(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    def job(patience: int) -> JobSpec:
+        return make_spec(epochs=5, early_stop={"metric": "score", "patience": patience})
+
+    done = train(job(2), search=[folder])
+    assert (done.status, done.exit_status, done.step) == ("done", ExitStatus.DONE, 9)
+    assert done.message.startswith("early stop: score did not improve")
+    assert train(job(2), search=[folder]) == done
+    assert train(job(1), search=[folder]) == done
+    more = train(job(3), search=[folder])
+    assert (more.step, more.status) == (12, "done")
+    assert more.digest == train(job(3), name="straight", search=[folder]).digest
+
+
+def test_a_run_starts_from_one_that_is_named_and_goes_on_without_it(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    source = train(make_spec(epochs=1), name="source", search=[folder])
+    messages: list[str] = []
+
+    def observe(status: dict[str, Any]) -> None:
+        messages.extend(message["text"] for message in status["messages"])
+
+    spec = make_spec(epochs=1, init_from="source")
+    first = train(spec, name="fine", search=[folder], observer=observe)
+    assert any(f"starts from the weights of {source.run}, step 3" in text for text in messages)
+    assert first.digest != source.digest
+    Path(source.run).rename(folder / "elsewhere")
+    again = train(make_spec(epochs=2, init_from="source"), name="fine", search=[folder])
+    assert (again.status, again.step) == ("done", 6)
+    with pytest.raises(RunConflictError, match=r"init_from\.path: '.*/source' against None"):
+        train(make_spec(epochs=2), name="fine", search=[folder])
+
+
+def test_a_relative_source_is_refused_inside_a_submitted_job(
+    make_spec: Callable[..., JobSpec], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(SpecError, match=r"init_from\.path '\./source' is relative"):
+        train(make_spec(init_from="./source"), search=[folder])
+
+
+def test_when_the_metric_was_always_nan_the_latest_stands_for_the_best_and_the_run_says_so(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    messages: list[str] = []
+
+    def observe(status: dict[str, Any]) -> None:
+        messages.extend(message["text"] for message in status["messages"])
+
+    best = {"every_steps": 2, "keep": 1, "best": {"metric": "score"}}
+    spec = make_spec(checkpoint=best, args={"score": "nan"})
+    done = train(spec, search=[folder], observer=observe)
+    assert done.best is None
+    assert any("no checkpoint is the best one: score was NaN" in text for text in messages)
+    summary = summarize(Storage.at(done.run))
+    assert summary.best is None
+    assert summary.latest is not None
+    assert summary.latest.step == 6
+    assert choose(Storage.at(done.run), "best").step == 6
 
 
 def test_restart_starts_over_and_keeps_the_run_before(

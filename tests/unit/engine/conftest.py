@@ -11,6 +11,7 @@ import pytest
 # Test modules and the processes of the pool share the modules beside this one.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from attempts import Run, Train
 from pool import Pool, gathered
 
 
@@ -58,3 +59,17 @@ def failures(pool: Pool) -> RunTask:
         return [(value[0], value[1]) for _, value in answers]
 
     return run
+
+
+@pytest.fixture
+def train(results: RunTask, tmp_path: Path) -> Train:
+    """train(spec, name, world_size=2): one attempt of the run of that name."""
+
+    def train(spec: dict[str, Any], name: str, world_size: int = 1, num_devices: int = 1) -> Run:
+        folder = tmp_path / name
+        answers = results(
+            "attempt", world_size, spec=spec, run=str(folder), num_devices=num_devices
+        )
+        return Run(folder, answers)
+
+    return train

@@ -3,74 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attempts import Train, everywhere
 from pool import spec_of
 from stories import Counting, Still
 
 from samestep import load_weights, parse_spec
-from samestep.checkpoint.storage import Storage
 from samestep.engine.evaluate import Evaluation
 from samestep.engine.peers import Peers
 from samestep.exact.digest import ids_digest
 from samestep.exact.order import Order
-from samestep.names import Event
-from samestep.telemetry.ledger import read_ledger
 from samestep.telemetry.past import read_past
-from samestep.telemetry.records import EventRecord, StepRecord
-
-Results = Callable[..., list[dict[str, Any]]]
-Train = Callable[..., "Run"]
-PLACES = [{"world_size": 1}, {"world_size": 2}, {"world_size": 3}, {"num_devices": 2}]
-
-
-class Run:
-    """What a run left behind."""
-
-    def __init__(self, folder: Path, answers: list[dict[str, Any]]) -> None:
-        self.folder, self.storage = folder, Storage.at(str(folder))
-        self.result, self.verdict = answers[0]["result"], answers[0]["verdict"]
-        assert all(answer["result"] == self.result for answer in answers)
-        assert all(answer["verdict"] == self.verdict for answer in answers)
-
-    @property
-    def digest(self) -> str:
-        assert self.result["status"] == "done", self.verdict
-        return str(self.result["digest"])
-
-    def steps(self) -> list[StepRecord]:
-        lines = read_ledger(self.storage)
-        return [StepRecord.from_json(data) for data in lines if data["type"] == "step"]
-
-    def evaluations(self) -> list[Any]:
-        lines = read_ledger(self.storage)
-        events = [EventRecord.from_json(data) for data in lines if data["type"] == "event"]
-        return [event.fields for event in events if event.event is Event.EVALUATION]
-
-
-@pytest.fixture
-def train(results: Results, tmp_path: Path) -> Train:
-    """train(spec, name, world_size=2): one attempt of the run of that name."""
-
-    def train(spec: dict[str, Any], name: str, world_size: int = 1, num_devices: int = 1) -> Run:
-        folder = tmp_path / name
-        answers = results(
-            "attempt", world_size, spec=spec, run=str(folder), num_devices=num_devices
-        )
-        return Run(folder, answers)
-
-    return train
-
-
-def everywhere(train: Train, spec: dict[str, Any]) -> list[Run]:
-    """The run in each place; all must end with the same digest."""
-    runs = [train(spec, f"run-{number}", **place) for number, place in enumerate(PLACES)]
-    assert len({run.digest for run in runs}) == 1
-    return runs
+from samestep.telemetry.records import StepRecord
 
 
 @pytest.mark.parametrize("size", [13, 10])

@@ -1,0 +1,47 @@
+"""Attempts of runs in the pool's processes, and what a run leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.storage import Storage
+from samestep.names import Event
+from samestep.telemetry.ledger import read_ledger
+from samestep.telemetry.records import EventRecord, StepRecord
+
+Train = Callable[..., "Run"]
+PLACES = [{"world_size": 1}, {"world_size": 2}, {"world_size": 3}, {"num_devices": 2}]
+
+
+class Run:
+    """What a run left behind."""
+
+    def __init__(self, folder: Path, answers: list[dict[str, Any]]) -> None:
+        self.folder, self.storage = folder, Storage.at(str(folder))
+        self.result, self.verdict = answers[0]["result"], answers[0]["verdict"]
+        # By their text, for NaN is not equal to itself.
+        assert all(repr(answer["result"]) == repr(self.result) for answer in answers)
+        assert all(answer["verdict"] == self.verdict for answer in answers)
+
+    @property
+    def digest(self) -> str:
+        assert self.result["status"] == "done", self.verdict
+        return str(self.result["digest"])
+
+    def steps(self) -> list[StepRecord]:
+        lines = read_ledger(self.storage)
+        return [StepRecord.from_json(data) for data in lines if data["type"] == "step"]
+
+    def evaluations(self) -> list[Any]:
+        lines = read_ledger(self.storage)
+        events = [EventRecord.from_json(data) for data in lines if data["type"] == "event"]
+        return [event.fields for event in events if event.event is Event.EVALUATION]
+
+
+def everywhere(train: Train, spec: dict[str, Any]) -> list[Run]:
+    """The run in each place; all must end with the same digest."""
+    runs = [train(spec, f"run-{number}", **place) for number, place in enumerate(PLACES)]
+    assert len({run.digest for run in runs}) == 1
+    return runs
