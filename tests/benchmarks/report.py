@@ -20,7 +20,7 @@ def print_steps(console: Console, found: Mapping[str, Any], bases: Sequence[str]
         "engine",
         "step, ms",
         *(f"over {_short(base)}" for base in bases),
-        *(f"CPU time over {_short(base)}" for base in bases),
+        *(f"CPU, {_short(base)}" for base in bases),
     )
     for row in found["engines"]:
         ratios = [row["ratios"].get(base) for base in bases]
