@@ -18,7 +18,6 @@ import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationError,
@@ -27,9 +26,9 @@ from pydantic import (
 
 from samestep import yaml12
 from samestep.errors import SpecError
+from samestep.spec_part import BITS, FREE, Part
+from samestep.spec_telemetry import Metrics, Tracking
 
-BITS: dict[str, JsonValue] = {"affects_bits": True}
-FREE: dict[str, JsonValue] = {"affects_bits": False}
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -42,19 +41,7 @@ class Mode(StrEnum):
     LOCAL = "local"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty(cls, data: object) -> object:
-        """A part with nothing under it in the YAML file has its defaults."""
-        return {} if data is None else data
-
-
-class Workers(_Part):
+class Workers(Part):
     """How many workers the group may have; `workers: 3` is short for `{min: 3, max: 3}`."""
 
     min: int = Field(1, ge=1, description="fewest workers to train with", json_schema_extra=FREE)
@@ -84,7 +71,7 @@ def _workers(value: object) -> object:
     return value
 
 
-class Resources(_Part):
+class Resources(Part):
     """What one worker takes from the Ray cluster."""
 
     cpu: float = Field(1, gt=0, description="CPUs per worker", json_schema_extra=FREE)
@@ -97,7 +84,7 @@ class Resources(_Part):
     )
 
 
-class Evaluate(_Part):
+class Evaluate(Part):
     """When the evaluation data is gone through, and in which batches."""
 
     every_epochs: int = Field(
@@ -114,7 +101,7 @@ class Evaluate(_Part):
     )
 
 
-class Checkpoint(_Part):
+class Checkpoint(Part):
     """When the state is written to storage, and how many are kept."""
 
     every_steps: int = Field(
@@ -128,7 +115,7 @@ class Checkpoint(_Part):
     )
 
 
-class Retries(_Part):
+class Retries(Part):
     """How often a worker group is restarted, by cause."""
 
     infrastructure: int = Field(
@@ -139,7 +126,7 @@ class Retries(_Part):
     )
 
 
-class Faults(_Part):
+class Faults(Part):
     """What is done about faults."""
 
     retries: Retries = Field(default_factory=Retries, json_schema_extra=FREE)
@@ -157,7 +144,7 @@ class Faults(_Part):
     )
 
 
-class Numerics(_Part):
+class Numerics(Part):
     """What else decides which bits come out."""
 
     tf32: bool = Field(
@@ -178,7 +165,7 @@ class Numerics(_Part):
     )
 
 
-class GradScaler(_Part):
+class GradScaler(Part):
     """Loss scaling for `precision: fp16` (arguments of torch.amp.GradScaler)."""
 
     init_scale: float = Field(65536.0, gt=0, description="first scale", json_schema_extra=BITS)
@@ -193,7 +180,7 @@ class GradScaler(_Part):
     )
 
 
-class JobSpec(_Part):
+class JobSpec(Part):
     """A job: a workload and how to run it."""
 
     workload: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
@@ -294,6 +281,8 @@ class JobSpec(_Part):
     )
     faults: Faults = Field(default_factory=Faults, json_schema_extra=FREE)
     numerics: Numerics = Field(default_factory=Numerics, json_schema_extra=BITS)
+    tracking: Tracking = Field(default_factory=Tracking, json_schema_extra=FREE)
+    metrics: Metrics = Field(default_factory=Metrics, json_schema_extra=FREE)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
