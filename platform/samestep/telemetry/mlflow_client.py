@@ -6,20 +6,27 @@ runs in one process don't mix. MLflow is imported with the first call, which tak
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
+import ssl
 import tempfile
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
 
 from samestep.errors import SamestepError
 from samestep.names import Env, Tag
+from samestep.telemetry.tracking_file import without_password
 from samestep.telemetry.tracking_names import MAX_TAG, batches
 
 TIMEOUT_S: Final = 10
+PROBE_TIMEOUT_S: Final = 5.0
 MAX_RETRIES: Final = 1
 MAX_METRICS: Final = 1000
 MAX_PARAMS: Final = 100
@@ -74,6 +81,7 @@ class MlflowRun:
         run_id: str | None = None,
     ) -> None:
         try:
+            require_answer(uri)
             self._mlflow = load_mlflow()
             self._client: Any = self._mlflow.MlflowClient(tracking_uri=uri)
             self.experiment_id = self._experiment(experiment, artifact_root)
@@ -184,6 +192,34 @@ class MlflowRun:
             [self.experiment_id], f"tags.`{Tag.KEY}` = '{key}'", max_results=1
         )
         return found[0] if found else None
+
+
+def require_answer(uri: str) -> None:
+    """Asks a server for any answer at all, within a few seconds and before MLflow is loaded.
+
+    MLflow's own requests are patient; one that nobody answers would hold up the end of a run.
+    Nothing is sent but the question, so certificates are not looked at.
+
+    Raises:
+        TrackingError: nobody answers.
+    """
+    if not uri.startswith(("http://", "https://")):
+        return
+    parts = urlsplit(without_password(uri))
+    url = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/health", query=""))
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S, context=context):
+            return
+    except (urllib.error.HTTPError, ssl.SSLError):
+        return  # somebody answers; what they say is for MLflow's client to deal with
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ssl.SSLError):
+            return
+        raise TrackingError(f"no answer: {error.reason}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise TrackingError(f"no answer: {error or type(error).__name__}") from error
 
 
 def load_mlflow() -> Any:

@@ -60,7 +60,7 @@ class Outlet:
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._latest: StepRecord | None = None
         self._num_announced = 1  # what the ledger holds already
-        self._num_delivered = 0
+        self._num_delivered = self._num_failures = 0
         self._hurry = self._closing = False
         self._failing_since: float | None = None
         self._spool = Spool(info.run, sink.started(replace(info, say=self._notes.append)))
@@ -93,21 +93,24 @@ class Outlet:
         return self.sink.status()
 
     def drain(self, timeout_s: float, *, failing_timeout_s: float) -> bool:
-        """Waits until all of the ledger is delivered.
+        """Waits until all of the ledger is delivered, or a try at it fails.
 
         Args:
             timeout_s: how long to wait while deliveries work.
-            failing_timeout_s: how long where they don't.
+            failing_timeout_s: how long, at most, where the last one failed; one that is due
+                later is made now.
 
         Returns:
             Whether everything arrived.
         """
         started = self._monotonic()
         with self._changed:
-            wanted = self._num_announced
+            wanted, failures = self._num_announced, self._num_failures
             self._hurry = True
             self._changed.notify_all()
             while self._num_delivered < wanted and not self._closing:
+                if self._num_failures > failures:
+                    break
                 limit_s = failing_timeout_s if self.failing else timeout_s
                 left_s = started + limit_s - self._monotonic()
                 if left_s <= 0:
@@ -163,7 +166,8 @@ class Outlet:
             while not self._closing:
                 is_due = self._num_delivered < self._num_announced
                 left_s = over - self._monotonic()
-                if is_due and (left_s <= 0 or (self._hurry and not self.failing)):
+                if is_due and (left_s <= 0 or self._hurry):
+                    self._hurry = self._hurry and not self.failing
                     return True
                 self._changed.wait(left_s if is_due else IDLE_S)
         return False
@@ -192,6 +196,7 @@ class Outlet:
             self._notes.append(text)
             self._failing_since = self._monotonic()
         with self._changed:
+            self._num_failures += 1
             self._changed.notify_all()
 
     def _note_success(self) -> None:

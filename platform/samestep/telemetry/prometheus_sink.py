@@ -133,7 +133,7 @@ class Totals:
             self.values[metric, labels] = float(value)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Page(Collector):
     """Turns totals into families for a scrape."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -103,7 +103,7 @@ def plan_sinks(
         InputError: a tracking URI that MLflow does not take, or none where one is required.
     """
     run = Storage.at(run_uri)
-    storage = Storage.at(run_uri.rstrip("/").rpartition("/")[0])
+    storage = replace(run, root=run.root.rpartition("/")[0])
     uri, is_default = _tracking_uri(spec, storage, environ, folder or Path.cwd())
     notes = []
     if spec.tracking.enabled and uri is None:
