@@ -18,7 +18,7 @@ import pytest
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
-from samestep.names import TRACKING_FILE, Event, Series, Tag
+from samestep.names import Event, Series, Tag
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.telemetry.mlflow_client import load_mlflow
 from samestep.telemetry.recorder import Recorder
@@ -31,9 +31,7 @@ JOB = {"workload": "digits:Digits", "batch_size": 8, "shards": 2, "max_steps": 1
 NO_METRICS = {"enabled": False}
 NUMERICS = {"binding": {"torch": "2.13"}, "informational": {}}
 
-pytestmark = [
-    pytest.mark.timeout(400),
-]
+pytestmark = pytest.mark.timeout(400)
 
 
 class Story:
@@ -97,6 +95,9 @@ class Story:
         return tracked.next_step if tracked else 0
 
 
+MakeStory = Callable[..., Story]
+
+
 def step_record(step: int) -> StepRecord:
     return StepRecord(
         step=step,
@@ -129,6 +130,20 @@ def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
+
+
+@pytest.fixture
+def make_story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
+    made: list[Story] = []
+
+    def make(**fields: Any) -> Story:
+        made.append(Story(tmp_path, **fields))
+        return made[-1]
+
+    yield make
+    for story in made:
+        if story.recorder is not None:
+            story.recorder.close()
 
 
 @pytest.fixture
@@ -181,11 +196,11 @@ def serve(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Callable[[int], Cal
 
 
 def test_a_run_over_two_attempts_and_recorders_is_one_mlflow_run_with_each_point_once(
-    tmp_path: Path,
+    tmp_path: Path, make_story: MakeStory
 ) -> None:
     long = {f"p{number}": number for number in range(150)}
     long |= {"x": "a" * 20_000, "y": "a" * 19_999 + "b"}
-    story = Story(tmp_path, args=long)
+    story = make_story(args=long)
     story.open()
     story.begin(0)
     story.steps(0, 6)
@@ -225,11 +240,11 @@ def test_a_run_over_two_attempts_and_recorders_is_one_mlflow_run_with_each_point
 
 
 def test_what_a_server_missed_while_it_was_away_arrives_later_and_once(
-    tmp_path: Path, serve: Callable[[int], Callable[[], None]], wait_until: WaitUntil
+    make_story: MakeStory, serve: Callable[[int], Callable[[], None]], wait_until: WaitUntil
 ) -> None:
     port = free_port()
     uri = f"http://127.0.0.1:{port}"
-    story = Story(tmp_path, tracking={"uri": uri})
+    story = make_story(tracking={"uri": uri})
     story.open()
     story.begin(0)
     story.steps(0, 5)
@@ -254,10 +269,10 @@ def test_what_a_server_missed_while_it_was_away_arrives_later_and_once(
     stop()
 
 
-def test_a_server_that_never_answers_holds_up_nothing(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_holds_up_nothing(make_story: MakeStory) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        story = Story(tmp_path, tracking={"uri": uri})
+        story = make_story(tracking={"uri": uri})
         story.open()
         story.begin(0)
         started = time.monotonic()
@@ -272,21 +287,23 @@ def test_a_server_that_never_answers_holds_up_nothing(tmp_path: Path) -> None:
 
 
 def test_a_required_server_that_is_not_there_refuses_the_start_and_frees_the_run(
-    tmp_path: Path,
+    make_story: MakeStory,
 ) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
-    story = Story(tmp_path, tracking={"uri": uri, "required": True})
+    story = make_story(tracking={"uri": uri, "required": True})
     with pytest.raises(InputError, match=r"tracking\.required is true.*can't be used"):
         story.open()
     names = [thread.name for thread in threading.enumerate()]
     assert [name for name in names if name.startswith("samestep-sink")] == []
-    story = Story(tmp_path, tracking={"enabled": False})
+    story = make_story(tracking={"enabled": False})
     story.open()
     story.recorder.close()
 
 
-def test_a_run_deleted_in_mlflow_is_delivered_again_from_its_first_step(tmp_path: Path) -> None:
-    story = Story(tmp_path)
+def test_a_run_deleted_in_mlflow_is_delivered_again_from_its_first_step(
+    tmp_path: Path, make_story: MakeStory
+) -> None:
+    story = make_story()
     story.open()
     story.begin(0)
     story.steps(0, 4)
@@ -303,4 +320,3 @@ def test_a_run_deleted_in_mlflow_is_delivered_again_from_its_first_step(tmp_path
     run = only_run(uri)
     assert run.info.run_id != first.info.run_id
     assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == list(range(6))
-    Path(story.uri, TRACKING_FILE).unlink()
