@@ -24,7 +24,7 @@ SET_BY_LIBRARIES = frozenset(
         "KMP_INIT_AT_FORK",  # scikit-learn
         "PYTEST_CURRENT_TEST",
         # Mode local sets these where torch is not loaded yet; what torch was loaded under stays so.
-        *("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR"),
+        *("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "TORCHINDUCTOR_DETERMINISTIC"),
         *("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
         "RAY_CLIENT_MODE",  # ray
         "TORCHINDUCTOR_CACHE_DIR",  # torch, with its first optimizer

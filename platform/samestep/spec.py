@@ -372,12 +372,13 @@ def parse_spec(data: object, *, source: str = "the spec") -> JobSpec:
         raise SpecError(f"{source} is not valid:\n  " + "\n  ".join(lines)) from None
 
 
-def load_spec(path: Path, overrides: Mapping[str, object] | None = None) -> JobSpec:
+def load_spec(path: Path | str, overrides: Mapping[str, object] | None = None) -> JobSpec:
     """Reads a job file; `overrides` maps dotted paths to values that take precedence.
 
     Raises:
         SpecError: the file is missing, is no YAML, or does not validate.
     """
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -36,7 +36,7 @@ JOB = {
 
 WORKLOAD = '''
 import os
-import time
+import threading
 from pathlib import Path
 
 import torch
@@ -79,7 +79,7 @@ class Tiny(samestep.Workload):
     def before_step(self, model, step):
         if self.gate is not None:
             Path(self.gate, f"{os.getpid()}-{step}").touch()
-        time.sleep(self.pause_s)
+        threading.Event().wait(self.pause_s)
         if step == self.raise_at:
             raise ValueError("the workload's own message")
         if step == self.break_at:

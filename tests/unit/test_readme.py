@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep.spec import load_spec
+from samestep import load_spec, train
+from samestep.checkpoint.storage import Storage
+from samestep.telemetry.ledger import steps
 from samestep.workload import Workload, load_workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +45,17 @@ def test_the_example_of_the_readme_learns_its_line(example: Path) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 10
+
+
+def test_samestep_trains_the_example_of_the_readme(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(example)
+    outcome = train(load_spec("job.yaml", {"mode": "local"}))
+    assert (outcome.status, outcome.step) == ("done", 80)
+    (last,) = [record for step, record in steps(Storage.at(outcome.run)).items() if step == 79]
+    assert last.loss is not None
+    assert last.loss < 0.05
 
 
 def test_every_link_of_the_readme_leads_to_a_file() -> None:

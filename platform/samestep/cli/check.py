@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -64,7 +65,9 @@ def check(
         os.environ.update(numerics.environment(spec))
     from samestep.engine.inspect import inspect_job
 
-    report = inspect_job(spec, [job.resolve().parent, Path.cwd()], not_in_force=late)
+    # What the workload prints must not get between the JSON.
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        report = inspect_job(spec, [job.resolve().parent, Path.cwd()], not_in_force=late)
     if as_json:
         print(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
@@ -109,7 +112,7 @@ def _show_cost(console: Console, spec: JobSpec, report: Report) -> None:
             ("optimizer", _bytes(memory.optimizer_bytes)),
         ]
         _section(console, "memory of each worker, activations aside", _facts(facts))
-    if report.forecasts:
+    if report.forecasts and spec.reduction == "exact":
         _section(console, "workers", _workers(spec, report))
 
 

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any, Final
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -101,14 +101,19 @@ def cells_of(status: dict[str, Any]) -> list[tuple[str, str]]:
     return cells
 
 
-def _panel(status: dict[str, Any]) -> Group:
-    table = Table.grid(padding=(0, 2))
-    cells = cells_of(status)
-    table.add_row(*(Text(name, style="cyan") for name, _ in cells))
-    table.add_row(*(Text(text, style="bold") for _, text in cells))
-    head = Text.assemble((str(status["run"]), "bold green"), "  ", str(status["state"]))
-    bar = ProgressBar(total=status["total_steps"] or None, completed=status["step"], width=60)
-    return Group(head, bar, table)
+def _panel(status: dict[str, Any]) -> Table:
+    cells = Table.grid(padding=(0, 2))
+    shown = cells_of(status)
+    cells.add_row(*(Text(name, style="cyan", no_wrap=True) for name, _ in shown))
+    cells.add_row(*(Text(text, style="bold", no_wrap=True) for _, text in shown))
+    # Rows of a grid, because a bar by itself ends without a line break.
+    panel = Table.grid()
+    panel.add_row(Text.assemble((str(status["run"]), "bold green"), "  ", str(status["state"])))
+    panel.add_row(
+        ProgressBar(total=status["total_steps"] or None, completed=status["step"], width=60)
+    )
+    panel.add_row(cells)
+    return panel
 
 
 def _number(value: float | None, digits: int = 4) -> str:

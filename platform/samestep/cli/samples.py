@@ -24,7 +24,7 @@ def samples(
         list[Path] | None,
         typer.Option(
             help="Folder in which the workload is found, where it gives an order of its own; "
-            "default: the working directory. May be given several times."
+            "default: where the run found it. May be given several times."
         ),
     ] = None,
     as_json: Annotated[
@@ -35,7 +35,7 @@ def samples(
 
     They are computed from the job and checked against the digest in the ledger.
     """
-    folders = [folder.resolve() for folder in search or [Path.cwd()]]
+    folders = [folder.resolve() for folder in search or []]
     found = samples_of_step(find_run(run), step, search=folders)
     if as_json:
         data = {"step": found.step, "epoch": found.epoch, "shards": found.shards}

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.display import Display
@@ -90,20 +89,24 @@ def train(
 def _summary(outcome: Outcome, seconds: float) -> None:
     console = Console(highlight=False)
     outcome = replace(outcome, run=_relative(outcome.run))
-    table = Table.grid(padding=(0, 2))
     style = {"done": "bold green", "interrupted": "bold yellow"}.get(outcome.status, "bold red")
-    table.add_row("run", Text(outcome.name, style="bold"))
-    table.add_row("status", Text(outcome.status, style=style))
-    table.add_row("steps", str(outcome.step))
+    rows = [
+        ("run", Text(outcome.name, style="bold")),
+        ("status", Text(outcome.status, style=style)),
+        ("steps", Text(str(outcome.step))),
+    ]
     for name, value in (outcome.evaluation or {}).items():
         shown = f"{value:.2%}" if name == "accuracy" else f"{value:.6g}"
-        table.add_row(f"test {name}", Text(shown, style="bold"))
-    table.add_row("time", f"{seconds:.1f} s")
+        rows.append((f"test {name}", Text(shown, style="bold")))
+    rows.append(("time", Text(f"{seconds:.1f} s")))
     if outcome.digest:
-        table.add_row("state", Text(f"sha256 {outcome.digest}"))
-    table.add_row("directory", Text(outcome.run))
+        rows.append(("state", Text(f"sha256 {outcome.digest}")))
+    rows.append(("directory", Text(outcome.run)))
+    width = max(len(name) for name, _ in rows) + 2
     console.print()
-    console.print(table, soft_wrap=True)
+    # Lines rather than a table, which would cut the hash where the terminal is narrow.
+    for name, text in rows:
+        console.print(Text(name.ljust(width)).append_text(text), soft_wrap=True)
     console.print()
     if outcome.status == "failed":
         tell_error(outcome.message)

@@ -20,6 +20,9 @@ from samestep.spec import JobSpec
 
 logger = logging.getLogger(__name__)
 
+# Nothing large goes through Ray's object store; its default share of /dev/shm is taken from others.
+OBJECT_STORE_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
@@ -83,6 +86,7 @@ def _start_local(spec: JobSpec, runtime_env: dict[str, Any]) -> list[str]:
         address="local",
         num_cpus=max(cores, needed),
         include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
         runtime_env=runtime_env,
         log_to_driver=True,
         logging_level=logging.WARNING,

@@ -145,7 +145,7 @@ class _Attempt:
             workload=built.workload,
             replicas=replicas,
             peers=peers,
-            group=place.group,
+            group=place.group if peers.world_size > 1 else None,
             scale=scale,
         )
         self._engine = exact
@@ -296,6 +296,7 @@ class _Attempt:
                 "world_size": self._peers.world_size,
                 "numerics": fingerprint,
                 "hosts": hosts,
+                "search": [str(path) for path in self._place.search],
                 "devices": [str(device) for device in self._place.devices],
                 "total_steps": built.end_step,
                 "steps_per_epoch": built.order.steps_per_epoch,

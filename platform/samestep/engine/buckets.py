@@ -1,8 +1,8 @@
 """Flat persistent gradient buckets: gradients are views of them, hooks say when one is done.
 
-Before a leaf the buffer is filled with -0.0, the identity of addition bit for bit (+0.0 is not:
-it turns -0.0 into +0.0). So autograd may accumulate in place, an absent leaf is -0.0, and nothing
-of the size of the gradients is allocated inside a step.
+The first leaf of a pair is copied in as autograd hands it over; autograd adds the second one in
+place. An absent leaf is -0.0, the identity of addition bit for bit (+0.0 is not: it turns -0.0 into
++0.0), and so is all padding. Buffers live as long as the engine: fresh ones cost page faults.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Buckets:
         num_buffers = plan.num_slots + 1
         self._buffers = [
             [
-                torch.empty(layout.numel, dtype=layout.dtype, device=device)
+                torch.full((layout.numel,), -0.0, dtype=layout.dtype, device=device)
                 for _ in range(num_buffers)
             ]
             for layout in layouts
@@ -150,6 +150,7 @@ class Buckets:
         self._present = [False] * len(parameters)
         self._fired = [False] * len(parameters)
         self._remaining = [0] * len(layouts)
+        self._on_top = False
         self._complete = [True] * len(layouts)
         self._shard = -1
         self._in_backward = self._dry = False
@@ -174,13 +175,14 @@ class Buckets:
         self._shard += 1
         self._fired = [False] * len(self.parameters)
         self._remaining = [len(layout.parameters) for layout in self.layouts]
-        if self._shard == 0 or not self.plan.pushes[self._shard - 1].on_top:
-            for bucket in range(len(self.layouts)):
-                self.active(bucket).fill_(-0.0)
+        self._on_top = self._shard > 0 and self.plan.pushes[self._shard - 1].on_top
+        if not self._on_top:
+            # Only the marks are left of what the buffer held: all else is copied over or filled.
+            self._marks().fill_(-0.0)
         for bucket, layout in enumerate(self.layouts):
             views = self._views[bucket][self._active[bucket]]
-            for place, index in enumerate(layout.parameters):
-                self.parameters[index][1].grad = None if self._convert else views[place]
+            for index, view in zip(layout.parameters, views, strict=True):
+                self.parameters[index][1].grad = view if self._on_top else None
 
     def backward(self, loss: Tensor, *, dry: bool = False) -> None:
         """Backward of the present shard; gradients land in the buckets.
@@ -199,6 +201,7 @@ class Buckets:
         """Pushes the present shard's leaf, present or absent, into the partial sums."""
         if self._shard + 1 < len(self.plan.pushes):
             for bucket in range(len(self.layouts)):
+                self._fill_absent(bucket)
                 self._push(bucket)
 
     def flush(self) -> None:
@@ -225,10 +228,7 @@ class Buckets:
         Returns:
             The parameters that have a gradient.
         """
-        last = self.layouts[-1]
-        assert last.marks is not None
-        start = last.marks
-        marks = self.active(len(self.layouts) - 1)[start : start + len(self.parameters)].tolist()
+        marks = self._marks().tolist()
         having = []
         for index, (_, parameter) in enumerate(self.parameters):
             if not marks[index] > 0:
@@ -242,15 +242,18 @@ class Buckets:
 
     def digest_source(self) -> dict[str, Tensor]:
         """The present leaf's gradients by parameter name, for comparing digests."""
+        for bucket in range(len(self.layouts)):
+            self._fill_absent(bucket)
         return {
             name: self._views[self._bucket_of[i]][self._active[self._bucket_of[i]]][self._place[i]]
             for i, (name, _) in enumerate(self.parameters)
         }
 
     def close(self) -> None:
-        """Takes the hooks off and lets the gradients go."""
+        """Takes the hooks off and lets the gradients go, and whoever waited for buckets."""
         for handle in self._handles:
             handle.remove()
+        self._on_complete = _nobody
         for _, parameter in self.parameters:
             parameter.grad = None
 
@@ -284,15 +287,17 @@ class Buckets:
             )
         bucket = self._bucket_of[index]
         view = self._views[bucket][self._active[bucket]][self._place[index]]
-        if self._convert:
-            assert parameter.grad is not None
-            view.copy_(parameter.grad)
-            parameter.grad = None
-        elif parameter.grad is not view:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.requires_grad or (self._on_top and gradient is not view):
             raise NotExactError(
                 f"the gradient of {name} was replaced during backward; samestep can't keep the "
                 "bits with create_graph=True or hooks that set .grad"
             )
+        if not self._on_top:
+            _refuse_sparse(name, gradient)
+            view.copy_(gradient)
+            parameter.grad = None
         self._fired[index] = self._present[index] = True
         self._remaining[bucket] -= 1
         is_last_shard = self._shard + 1 == len(self.plan.pushes) and not self._dry
@@ -301,13 +306,25 @@ class Buckets:
             self._finish(bucket)
 
     def _finish(self, bucket: int) -> None:
-        marks = self.layouts[bucket].marks
-        if marks is not None:
-            values = torch.tensor([1.0 if present else -0.0 for present in self._present])
-            self.active(bucket)[marks : marks + len(values)] = values
+        self._fill_absent(bucket)
+        if self.layouts[bucket].marks is not None:
+            self._marks().copy_(torch.tensor([1.0 if p else -0.0 for p in self._present]))
         self._push(bucket)
         self._complete[bucket] = True
         self._on_complete(bucket)
+
+    def _marks(self) -> Tensor:
+        start = self.layouts[-1].marks
+        assert start is not None
+        return self.active(len(self.layouts) - 1)[start : start + len(self.parameters)]
+
+    def _fill_absent(self, bucket: int) -> None:
+        if self._on_top or self._remaining[bucket] == 0:
+            return
+        views = self._views[bucket][self._active[bucket]]
+        for index, view in zip(self.layouts[bucket].parameters, views, strict=True):
+            if not self._fired[index]:
+                view.fill_(-0.0)
 
     def _push(self, bucket: int) -> None:
         push = self.plan.pushes[self._shard]
@@ -317,6 +334,18 @@ class Buckets:
             torch.add(buffers[slots[slot]], active, out=active)
         if push.keep is not None:
             self._active[bucket], slots[push.keep] = slots[push.keep], self._active[bucket]
+
+
+def _refuse_sparse(name: str, gradient: Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise NotExactError(
+            f"the gradient of {name} is sparse ({gradient.layout}): make it dense "
+            "(sparse=False, or grad.to_dense() in a hook of yours)"
+        )
+
+
+def _nobody(_: int) -> None:
+    """Who is told of complete buckets once the buckets are closed."""
 
 
 def _length(parameter: Tensor) -> int:

@@ -20,6 +20,7 @@ from samestep.errors import (
     UserCodeError,
     WorkloadError,
 )
+from samestep.exact.digest import ids_digest
 from samestep.exact.numerics import differences
 from samestep.exact.order import Order, ShardPlan
 from samestep.spec import JobSpec
@@ -69,11 +70,15 @@ def compare_canary(
         state: digest of this worker's whole state, as restored or initialised.
 
     Raises:
-        DivergenceError: states or layouts differ, which no setting allows.
+        DivergenceError: states, layouts or samples differ, which no setting allows.
         RunConflictError: the canaries differ and `numerics.mixed` is `refuse`.
     """
     plan = order.shards_of(0)[0]
-    message: dict[str, Any] = {"layout": engine.layout_digest, "state": state}
+    message: dict[str, Any] = {
+        "layout": engine.layout_digest,
+        "state": state,
+        "samples": ids_digest(order.step_ids(0)),
+    }
     failure: SamestepError | None = None
     result = None
     try:
@@ -90,13 +95,13 @@ def compare_canary(
     for rank, other in enumerate(everyone):
         if "error" in other:
             raise WorkloadError(f"worker {rank} could not compute the canary: {other['error']}")
-    for what in ("layout", "state"):
+    for what in ("layout", "state", "samples"):
         odd = [rank for rank, other in enumerate(everyone) if other[what] != everyone[0][what]]
         if odd:
             raise DivergenceError(
                 f"the {what} of worker {', '.join(map(str, odd))} differs from worker 0's when "
-                "the group formed: model(), optimizer() or data() does not do the same in every "
-                "process (it may depend on time, hash order or the environment)"
+                "the group formed: model(), optimizer(), data() or order() does not do the same in "
+                "every process (it may depend on time, hash order or the environment)"
             )
     digests = [(rank, digest) for rank, other in enumerate(everyone) for digest in other["canary"]]
     lines = [

@@ -7,6 +7,7 @@ not matter, and what was prefetched is no part of the position.
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Fetcher(Dataset[Fetched]):
         collate_key: tuple[Any, ...],
         where: str,
     ) -> Fetched:
-        """Reads the samples one by one (`__getitems__` would go round their seeds), and collates."""
+        """Reads samples one by one (`__getitems__` would go round their seeds), and collates."""
         threads = torch.get_num_threads()
         if threads != 1:
             torch.set_num_threads(1)
@@ -122,7 +123,7 @@ class Feed:
                 # Keeps the loader from drawing its base seed from the global generator.
                 generator=torch.Generator(),
             )
-            self._iterator = iter(loader)
+            self._iterator = _forked(loader)
 
     def take(self, plan: ShardPlan, device: torch.device) -> Any:
         """The batch of the next shard, on the device.
@@ -180,6 +181,20 @@ def require_map_style(dataset: Any, method: str) -> int:
             f"{type(dataset).__name__}"
         )
     return len(dataset)
+
+
+def _forked(loader: DataLoader[Fetched]) -> Iterator[Fetched]:
+    """Starts the loader processes, which never collect what they inherited.
+
+    Garbage of this process may hold a process group: its destructor, run in a child, waits for
+    threads that exist in the parent only, and crashes.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        return iter(loader)
+    finally:
+        gc.unfreeze()
 
 
 class _Plans:

@@ -18,8 +18,14 @@ from samestep.engine.buffers import BufferKeeper
 from samestep.engine.exchange import Collective, Exchange, OneProcess, Pairwise, Traffic
 from samestep.engine.peers import Peers
 from samestep.engine.shard import ShardResult, forward_shard, in_user_code
-from samestep.errors import NotExactError, PeerLostError, SamestepError, WorkloadError
-from samestep.exact.digest import live_digest
+from samestep.errors import (
+    DivergenceError,
+    NotExactError,
+    PeerLostError,
+    SamestepError,
+    WorkloadError,
+)
+from samestep.exact.digest import ids_digest, live_digest
 from samestep.exact.order import ShardPlan
 from samestep.exact.sums import exact_sum, mean_of_sums, weighted_mean
 from samestep.exact.tree import local_plan, shard_range
@@ -107,9 +113,14 @@ class StepEngine:
         return self.replicas[0]
 
     def close(self) -> None:
-        """Takes hooks and gradients off the models."""
+        """Takes hooks and gradients off the models, and lets go of the process group.
+
+        Nothing is left that refers in a circle: the group's sockets close, and so free the other
+        workers, as soon as the last frame is gone that holds it.
+        """
         for replica in self.replicas:
             replica.buckets.close()
+        vars(self).pop("exchange", None)
 
     def compute(self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int) -> Reduced:
         """Forward and backward of this process's shards, and the reduction over all.
@@ -122,6 +133,9 @@ class StepEngine:
                 _copy_flags(self.main.model, replica.model)
             self.close()
             self._build()
+            # Buckets of other sizes would break the connection: nobody sends one before all have
+            # the same. A worker that froze nothing meets this message in its own small talk.
+            self._checked(self._peers.gather(self._message(plans, flag, {}))(), step)
         self.exchange.post()
         for replica in self.replicas:
             replica.buckets.start_step()
@@ -146,7 +160,7 @@ class StepEngine:
                 self._peers.gather({"error": f"{type(error).__name__}: {error}"})()
                 raise
             if number + 1 == len(turns):
-                talk = self._peers.gather(self._message(flag, results))
+                talk = self._peers.gather(self._message(plans, flag, results))
             if result is not None and result.weight > 0:
                 self._backward(replica, result, step, shard)
             replica.buckets.end_shard()
@@ -193,9 +207,12 @@ class StepEngine:
             lambda: replica.buckets.backward(leaf), f"backward of step {step}, shard {shard}"
         )
 
-    def _message(self, flag: int, results: dict[int, ShardResult]) -> dict[str, Any]:
+    def _message(
+        self, plans: list[ShardPlan], flag: int, results: dict[int, ShardResult]
+    ) -> dict[str, Any]:
         return {
             "trainable": self._digest,
+            "samples": ids_digest([plan.ids for plan in plans]),
             "flag": flag,
             "shards": {
                 str(shard): [result.loss_value, result.weight, result.metrics]
@@ -213,6 +230,12 @@ class StepEngine:
                 f"the parameters that require a gradient differ between workers at step {step}: "
                 + ", ".join(f"worker {r}: {m['trainable']}" for r, m in enumerate(messages))
                 + "; freeze and unfreeze as a function of the step alone (before_step)"
+            )
+        if len({message["samples"] for message in messages}) > 1:
+            raise DivergenceError(
+                f"the samples of step {step} differ between workers: order() or the size of data() "
+                "is not the same in every process (it may depend on time, hash order or the "
+                "environment)"
             )
         return messages
 
@@ -275,7 +298,8 @@ class StepEngine:
                 for ours_b, theirs_b in zip(
                     self.main.keeper.live, replica.keeper.live, strict=True
                 ):
-                    assert ours_b is not None and theirs_b is not None
+                    assert ours_b is not None
+                    assert theirs_b is not None
                     theirs_b.copy_(ours_b, non_blocking=True)
 
     def probe(self, plan: ShardPlan, take: TakeBatch) -> list[tuple[str, ShardResult]]:
@@ -290,9 +314,6 @@ class StepEngine:
             replica.keeper.start_step()
             replica.buckets.start_shard()
             before = live_digest(dict(replica.model.named_parameters()))
-            handles = [
-                p.register_hook(_refuse_sparse(name)) for name, p in replica.buckets.parameters
-            ]
             try:
                 result = self._forward(replica, plan, take, {})
                 in_user_code(
@@ -300,8 +321,6 @@ class StepEngine:
                     "backward of the canary (step 0, shard 0)",
                 )
             finally:
-                for handle in handles:
-                    handle.remove()
                 replica.keeper.start_shard()
             if live_digest(dict(replica.model.named_parameters())) != before:
                 raise NotExactError(
@@ -333,9 +352,7 @@ class StepEngine:
                     "no parameter requires a gradient any more: nothing to train; unfreeze one "
                     "in before_step, or end the run before"
                 )
-            layouts = layout_buckets(
-                parameters, world_size=world_size, reduce_dtype=reduce_dtype
-            )
+            layouts = layout_buckets(parameters, world_size=world_size, reduce_dtype=reduce_dtype)
             converts = reduce_dtype is not None and any(
                 p.dtype != reduce_dtype for _, p in parameters
             )
@@ -357,14 +374,3 @@ class StepEngine:
 def _copy_flags(source: nn.Module, target: nn.Module) -> None:
     for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
         theirs.requires_grad_(ours.requires_grad)
-
-
-def _refuse_sparse(name: str) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            raise NotExactError(
-                f"the gradient of {name} is sparse ({gradient.layout}): make it dense "
-                "(sparse=False, or grad.to_dense() in a hook of yours)"
-            )
-
-    return hook

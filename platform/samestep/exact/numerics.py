@@ -35,7 +35,8 @@ _MKL_BRANCH = {None: "AUTO", "default": "COMPATIBLE", "avx2": "AVX2", "avx512": 
 def environment(spec: JobSpec) -> dict[str, str]:
     """Variables that must be in force before torch is loaded.
 
-    MKL_CBWR makes matrix products independent of the alignment of their operands.
+    MKL_CBWR makes matrix products independent of the alignment of their operands, and
+    TORCHINDUCTOR_DETERMINISTIC keeps torch.compile from choosing kernels by timing them.
     """
     threads = str(spec.threads)
     capability = spec.numerics.cpu_capability
@@ -45,6 +46,7 @@ def environment(spec: JobSpec) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": threads,
         "MKL_CBWR": _MKL_BRANCH[capability],
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
         **_CAPABILITY[capability],
     }
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 
 
 def exact_sum(values: Iterable[float]) -> float:
     """Correctly rounded sum of float64 numbers (`math.fsum`), with IEEE results for infinities.
 
-    `math.fsum` raises where infinities of both signs meet, or a partial sum overflows.
+    `math.fsum` raises where infinities of both signs meet, or where a partial sum overflows,
+    which depends on the order of the terms.
     """
     terms = list(values)
     try:
         return math.fsum(terms)
     except (ValueError, OverflowError):
-        if any(math.isnan(term) for term in terms):
-            return math.nan
-        infinities = {term for term in terms if math.isinf(term)}
-        if len(infinities) == 2:
-            return math.nan
-        if infinities:
-            return infinities.pop()
-        return math.copysign(math.inf, math.fsum(term / 2**64 for term in terms))
+        special = {term for term in terms if not math.isfinite(term)}
+        if special:
+            return sum(special)
+        total = sum(map(Fraction, terms), Fraction(0))
+        try:
+            return float(total)
+        except OverflowError:
+            return math.inf if total > 0 else -math.inf
 
 
 def weighted_mean(terms: Iterable[tuple[float, float]]) -> float:

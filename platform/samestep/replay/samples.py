@@ -45,7 +45,8 @@ def samples_of_step(run: Storage, step: int, *, search: Sequence[Path] = ()) -> 
         run: the run directory.
         step: counted from 0.
         search: folders in which the workload is looked for, where it gives an order of its own
-            (else it is not loaded).
+            (else it is not loaded); default: those of the run's last attempt, then the working
+            directory.
 
     Raises:
         InputError: the run did not take this step.
@@ -74,7 +75,9 @@ def _order(run: Storage, spec: JobSpec, search: Sequence[Path]) -> Order:
     if "dataset_size" not in fields:
         raise StorageError(f"the ledger of {run.uri} does not tell the size of the training data")
     if fields.get("custom_order", False):
-        workload = load_workload(spec.workload, spec.args, list(search))
+        recorded = [Path(folder) for folder in fields.get("search", [])]
+        folders = list(search) or [*recorded, Path.cwd()]
+        workload = load_workload(spec.workload, spec.args, folders)
         with global_generators_kept():
             # As training does: an order may depend on what the other methods set up.
             return build(spec, workload, torch.device("cpu")).order

@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from samestep.cli.check import check
+from samestep.cli.main import COMMANDS, app
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,6 +37,7 @@ class Checked(samestep.Workload):
         self.broken = broken
 
     def model(self):
+        print("the workload prints")
         return torch.nn.Linear(2, 1)
 
     def data(self):
@@ -63,9 +65,9 @@ def job(tmp_path: Path) -> Path:
 def run(job: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """run("--json") checks the job in this process, where torch is loaded already."""
     monkeypatch.delitem(sys.modules, "checked", raising=False)
-    app = typer.Typer()
-    app.command()(check)
-    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+    alone = typer.Typer()
+    alone.command()(check)
+    return lambda *arguments: CliRunner().invoke(alone, list(arguments))
 
 
 def test_a_fine_job_is_told_and_succeeds(run: Check, job: Path) -> None:
@@ -94,6 +96,7 @@ def test_json_holds_everything_and_the_exit_status(run: Check, job: Path) -> Non
     result = run(str(job), "--json", "--set", "args.broken=true")
     assert result.exit_code == 2
     found = json.loads(result.stdout)
+    assert "the workload prints" in result.stderr
     assert found["exit_status"] == 2
     assert found["schedule"]["last_shard_sizes"] == [1, 1, 1, 1, 0, 0, 0, 0]
     assert found["parameters"]["trainable"][0]["shape"] == [1, 2]
@@ -145,8 +148,31 @@ def test_the_command_sets_the_numerics_before_torch_is_loaded(job: Path) -> None
     found = json.loads(result.stdout)
     binding = found["numerics"]["binding"]
     assert (binding["MKL_CBWR"], binding["OMP_NUM_THREADS"]) == ("AUTO", "2")
+    assert binding["TORCHINDUCTOR_DETERMINISTIC"] == "1"
     assert not any("is not set in this process" in warning for warning in found["warnings"])
     assert sorted(path.name for path in job.parent.iterdir() if path.name != "__pycache__") == [
         "checked.py",
         "job.yaml",
     ]
+
+
+def test_the_command_line_itself_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, samestep.cli.main; print({'torch', 'ray'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "platform")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout.strip() == "set()"
+
+
+def test_every_command_is_offered_and_has_help() -> None:
+    listed = CliRunner().invoke(app, ["--help"])
+    assert listed.exit_code == 0
+    for name in COMMANDS:
+        assert name in listed.output
+        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+    assert CliRunner().invoke(app, ["chek"]).exit_code == 2

@@ -112,7 +112,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         n, t, width = x.shape
@@ -189,28 +191,33 @@ class Half(Base):
         return F.mse_loss(out, batch[1].to(out.dtype))
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        if step == 3:
+        if step in (3, 4):
             with torch.no_grad():
-                next(model.parameters()).mul_(3e4)
-        elif step == 4:
-            with torch.no_grad():
-                next(model.parameters()).div_(3e4)
+                model[2].weight.mul_(2.0**16 if step == 3 else 2.0**-16)  # type: ignore[index]
 
 
 class Weightless(Base):
     """A shard whose samples are all masked has weight 0 and a NaN loss; its buffers are NaN."""
 
+    def __init__(self, *, num_masked: int = 6, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_masked = num_masked
+
     def net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 1))
 
     def order(self, epoch: int, generator: torch.Generator) -> Sequence[int]:
-        # Samples 0 to 5 are masked and make up the first or a middle shard of a step.
-        rest = (torch.randperm(self.size - 6, generator=generator) + 6).tolist()
-        return [*rest[:2], *range(2), *rest[2:4], *range(2, 6), *rest[4:]]
+        # The first samples are masked; by two, they are the first or a middle shard of a step, or
+        # all shards of one.
+        n = self.num_masked
+        rest = (torch.randperm(self.size - n, generator=generator) + n).tolist()
+        if n == 8:
+            return [*rest[:8], *range(8), *rest[8:]]
+        return [*rest[:2], *range(2), *rest[2:4], *range(2, n), *rest[4:]]
 
     def data(self) -> Dataset[Any]:
         rows = Rows(self.size, self.shape)
-        rows.x[:6] = float("nan")
+        rows.x[: self.num_masked] = float("nan")
         return rows
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
@@ -285,6 +292,26 @@ class Noisy(Base):
         return F.mse_loss(model(F.dropout(x, 0.2)) * self.factor, batch[1])
 
 
+class Summing(Base):
+    """Items and batches are sums over so many numbers that two threads would share them."""
+
+    def data(self) -> Dataset[Any]:
+        return Sums(self.size)
+
+    def collate(self, samples: list[Any]) -> Any:
+        x, y = super().collate(samples)
+        return x + torch.rand(100_000).sum() / 1e5, y
+
+
+class Sums(Rows):
+    def __init__(self, size: int) -> None:
+        super().__init__(size, (6,))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x + torch.randn(100_000).sum() / 1e3, y
+
+
 class Langevin(SGD):
     """Adds noise to every step."""
 
@@ -331,7 +358,7 @@ class Dtypes(Base):
 
 
 class Modes(Base):
-    """The model comes in eval mode, with dropout in it; a submodule's attribute follows the step."""
+    """The model comes in eval mode, with dropout in it, whose share follows the step."""
 
     def net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.4), nn.Linear(9, 1)).eval()

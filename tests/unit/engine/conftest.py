@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from pool import Pool, gathered
 
+
 @pytest.fixture(scope="session")
 def pool_of_session() -> Iterator[Pool]:
     # A short path: the name of a socket has at most 107 characters.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from observe import observe
 from samestep import JobSpec, Workload
 from samestep.checkpoint.state import collect
 from samestep.engine.canary import compare_canary
+from samestep.engine.exchange import Collective
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.peers import Peers
@@ -31,9 +31,11 @@ def drive(
     *,
     num_steps: int,
     num_devices: int = 1,
-    before: Callable[[Any, int], None] | None = None,
+    collective: bool = False,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Trains `num_steps` steps in this worker; `before` sees the engine before each step.
+    """Trains `num_steps` steps in this worker.
+
+    With `collective`, workers meet as they do on GPUs.
 
     Returns:
         steps: what each step came to.
@@ -55,13 +57,15 @@ def drive(
     )
     before_step(spec, workload, replicas, 0)
     engine = _engine(spec, built, replicas, peers, group, feed)
+    if collective:
+        assert isinstance(engine, StepEngine)
+        assert group is not None
+        engine.exchange = Collective(engine.main.buckets, spec.shards, group)
     steps, counts = [], []
     try:
         for step in range(num_steps):
             if step > 0:
                 before_step(spec, workload, replicas, step)
-            if before is not None:
-                before(engine, step)
             started = time.perf_counter()
             plans = built.order.shards_of(step)
             reduced = engine.compute(step, plans, feed.take, 0)
@@ -69,9 +73,7 @@ def drive(
             engine.sync_replicas()
             parts = built.parts
             steps.append(
-                observe(
-                    parts.model, parts.optimizer, parts.scheduler, parts.scaler, reduced.loss
-                )
+                observe(parts.model, parts.optimizer, parts.scheduler, parts.scaler, reduced.loss)
             )
             counts.append(
                 {
@@ -96,7 +98,7 @@ def _engine(
 ) -> StepEngine | FastEngine:
     scaler = built.parts.scaler
     scale = scaler.scale if scaler else _unscaled
-    if spec.reduction == "fast":
+    if spec.reduction == "fast" and group is not None:
         return FastEngine(
             spec=spec, workload=built.workload, replica=replicas[0], peers=peers, scale=scale
         )
@@ -122,13 +124,9 @@ def _buffers(engine: StepEngine | FastEngine) -> dict[str, Any]:
         return {}
     buckets = engine.main.buckets
     return {
-        "addresses": sorted(
-            buffer.data_ptr() for held in buckets._buffers for buffer in held
-        ),
+        "addresses": sorted(buffer.data_ptr() for held in buckets._buffers for buffer in held),
         "num_buffers": buckets.num_buffers,
-        "gradient_bytes": sum(
-            layout.numel * layout.dtype.itemsize for layout in buckets.layouts
-        ),
+        "gradient_bytes": sum(layout.numel * layout.dtype.itemsize for layout in buckets.layouts),
         "num_buckets": len(buckets.layouts),
     }
 

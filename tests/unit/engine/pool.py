@@ -31,7 +31,7 @@ class Pool:
     """Plain processes that compute as workers do; kept over all tests, for imports cost seconds.
 
     `run` gives a task to each of the first processes at once and waits for all answers. When one
-    does not answer in time all are ended, and started again for the next task.
+    dies or does not answer in time all are ended, and later tests say so.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +59,7 @@ class Pool:
 
     def run(self, tasks: Sequence[Task]) -> list[Answer]:
         if self._parent is None:
-            self.start()
+            pytest.fail("the pool was ended by an earlier test: see there", pytrace=False)
         for connection, task in zip(self._connections, tasks, strict=False):
             connection.send(task)
         answers = []

@@ -20,6 +20,7 @@ from samestep.engine.attempt import Place, run_attempt
 from samestep.engine.peers import Peers
 from samestep.exact import numerics
 from samestep.spec import dump_spec
+from samestep.telemetry.link import Target
 from samestep.workload import load_workload
 
 FOLDER = Path(__file__).resolve().parent
@@ -63,11 +64,19 @@ def engine(
     world_rank: int = 0,
     world_size: int = 1,
     num_devices: int = 1,
+    collective: bool = False,
 ) -> dict[str, Any]:
     """What the engine comes to at each step, as one worker of several sees it."""
     parsed, workload = prepared(spec)
     with group_of(where, world_rank, world_size) as group:
-        return drive(parsed, workload, group, num_steps=num_steps, num_devices=num_devices)
+        return drive(
+            parsed,
+            workload,
+            group,
+            num_steps=num_steps,
+            num_devices=num_devices,
+            collective=collective,
+        )
 
 
 def attempt(
@@ -80,10 +89,26 @@ def attempt(
 ) -> dict[str, Any]:
     """One attempt of a run, from its newest checkpoint on, as a launcher would start it."""
     parsed = parse_spec(spec)
-    with (
-        target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as target,
-        group_of(where, world_rank, world_size) as group,
-    ):
+    with target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as target:
+        planned = _attempted(parsed, run, target, where, world_rank, world_size, num_devices)
+        status = target.call("status")
+        return {
+            "planned": planned,
+            "result": target.call("result"),
+            "verdict": target.call("verdict", status["attempt"]),
+        }
+
+
+def _attempted(
+    spec: JobSpec,
+    run: str,
+    target: Target,
+    where: str,
+    world_rank: int,
+    world_size: int,
+    num_devices: int,
+) -> bool:
+    with group_of(where, world_rank, world_size) as group:
         place = Place(
             mode="ddp" if world_size > 1 else "local",
             devices=[torch.device("cpu")] * num_devices,
@@ -93,10 +118,12 @@ def attempt(
             run_uri=run,
             target=target,
         )
-        planned = run_attempt(parsed, place)
-        status = target.call("status")
-        return {
-            "planned": planned,
-            "result": target.call("result"),
-            "verdict": target.call("verdict", status["attempt"]),
-        }
+        return run_attempt(spec, place)
+
+
+def talk(messages: list[Any], where: str, world_rank: int, world_size: int) -> list[Any]:
+    """Gathers each message, with this worker's rank put to it, from all workers."""
+    with group_of(where, world_rank, world_size) as group:
+        peers = Peers(group)
+        started = [[world_rank, message] for message in messages]
+        return [peers.gather(message)() for message in started]

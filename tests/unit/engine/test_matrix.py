@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pool import Pool, spec_of
 
+RunTask = Callable[..., list[list[dict[str, str]]]]
 NUM_STEPS = 6
 FP16 = {"init_scale": 8.0, "growth_interval": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -25,6 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
     "12 shards": spec_of("Mlp", shards=12, batch_size=17, clip_norm=0.1),
     "empty last shards": spec_of("Mlp", shards=8, batch_size=10, args={"size": 23}),
     "idle worker": spec_of("Conv", shards=4, batch_size=8, args={"size": 17, "noisy": True}),
+    "fp16, idle worker": spec_of(
+        "Half", batch_size=8, precision="fp16", scaler=FP16, args={"size": 17}
+    ),
+    "loader processes": spec_of("Noisy", shards=6, loader_processes=2, args={"noisy": True}),
+    "loader processes, 2 threads": spec_of("Summing", threads=2, loader_processes=2),
+    "nothing in a step": spec_of("Weightless", batch_size=8, args={"size": 24, "num_masked": 8}),
     "weightless": spec_of("Weightless", shards=5, batch_size=10, args={"size": 20}),
     "branch": spec_of("Branching", shards=6, batch_size=12),
     "frozen": spec_of("Frozen", args={"optimizer": "adamw"}),
@@ -35,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dtypes": spec_of("Dtypes", clip_norm=0.5, shards=5),
     "modes": spec_of("Modes"),
     "checkpointed": spec_of("Checkpointed", shards=5),
-    "buckets": spec_of("Wide", shards=6, batch_size=12),
+    "buckets": spec_of("Wide", shards=6, batch_size=12, clip_norm=0.2),
     "signs of zero": spec_of("Quiet", shards=5),
 }
 
@@ -50,6 +60,13 @@ def test_every_step_has_the_bits_of_the_reference(case: str, pool: Pool) -> None
         for step, (wanted, got) in enumerate(zip(expected, steps, strict=True)):
             differing = [key for key in wanted if wanted[key] != got[key]]
             assert not differing, f"{place}, step {step}: {differing}"
+
+
+def test_the_scaler_backs_off_and_grows_in_the_case_that_is_to_show_it(results: RunTask) -> None:
+    [steps] = results("refer", spec=CASES["fp16"], num_steps=NUM_STEPS)
+    scales = [ast.literal_eval(step["scaler"])["scale"] for step in steps]
+    assert any(b < a for a, b in itertools.pairwise(scales))
+    assert any(b > a for a, b in itertools.pairwise(scales))
 
 
 def everywhere(pool: Pool, spec: dict[str, Any]) -> dict[str, list[dict[str, str]]]:

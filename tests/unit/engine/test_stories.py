@@ -156,9 +156,7 @@ def test_a_forward_that_gives_a_dict_has_the_same_losses_and_keys_in_every_mode(
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_data_that_gives_no_step_is_refused_with_the_counts(
-    train: Train, drop_last: bool
-) -> None:
+def test_data_that_gives_no_step_is_refused_with_the_counts(train: Train, drop_last: bool) -> None:
     for size in (0, *([3] if drop_last else [])):
         spec = story("Counting", size=size, batch_size=4, shards=2, drop_last=drop_last)
         run = train(spec, f"run-{size}", 2)
@@ -252,6 +250,6 @@ def story(workload: str, **fields: Any) -> dict[str, Any]:
     own = {"size", "of", "kind", "schedule", "marker"}
     args = {key: value for key, value in fields.items() if key in own}
     rest = {key: value for key, value in fields.items() if key not in own}
-    if "epochs" in rest and rest["epochs"]:
+    if rest.get("epochs"):
         rest["max_steps"] = None
     return spec_of(f"stories:{workload}", args=args, **rest)

@@ -7,6 +7,7 @@ the processes are forked then, before anything was computed.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -42,6 +43,8 @@ def serve(address: str, tasks: object) -> None:
             except Exception as error:
                 text = "".join(traceback.format_exception(error))
                 answer = ("raised", (type(error).__name__, str(error), text))
+            if answer[0] == "raised":
+                gc.collect()  # the frames that held the group must be gone for its sockets to close
             connection.send(answer)
 
 

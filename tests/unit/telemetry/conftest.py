@@ -1,13 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samestep.checkpoint.storage import Storage
+from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import StepRecord
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from recording import job
 
 MakeStep = Callable[..., StepRecord]
 
@@ -38,3 +44,41 @@ def make_step() -> MakeStep:
         return StepRecord(**{**fields, **changes})
 
     return make
+
+
+@pytest.fixture
+def open_recorder(run: Storage) -> Iterator[Callable[..., Recorder]]:
+    """Opens recorders of `run` without a lease, as one after another would; closes them all."""
+    opened: list[Recorder] = []
+
+    def open_one(*, lease: bool = False, **changes: object) -> Recorder:
+        recorder = Recorder(run.uri, run="r", spec_yaml=job(**changes), lease=lease)
+        opened.append(recorder)
+        return recorder
+
+    yield open_one
+    for recorder in opened:
+        recorder.close()
+
+
+@pytest.fixture
+def recorder(open_recorder: Callable[..., Recorder]) -> Recorder:
+    return open_recorder()
+
+
+@pytest.fixture
+def push(make_step: MakeStep) -> Callable[..., dict[str, Any]]:
+    """Sends steps `first` to `last` as one batch."""
+
+    def send(
+        recorder: Recorder,
+        attempt: int,
+        sequence: int,
+        first: int,
+        last: int,
+        **changes: Any,
+    ) -> dict[str, Any]:
+        records = [make_step(step, **changes).to_json() for step in range(first, last + 1)]
+        return recorder.push(attempt, "0", sequence, records)
+
+    return send

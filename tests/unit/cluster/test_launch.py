@@ -1,0 +1,192 @@
+"""`train` in mode local: names, conflicts, extension, starting over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep import (
+    CheckpointError,
+    ExitStatus,
+    JobSpec,
+    RunConflictError,
+    SpecError,
+    StorageError,
+    parse_spec,
+    train,
+)
+from samestep.checkpoint.storage import Storage
+from samestep.telemetry.past import read_past
+
+WORKLOAD = """
+import torch
+from torch import nn
+
+import samestep
+
+
+class Line(samestep.Workload):
+    def __init__(self, lr=0.1):
+        self.lr = lr
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+    def data(self):
+        return torch.utils.data.TensorDataset(torch.randn(10, 2))
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().mean()
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "line.py").write_text(WORKLOAD)
+    return tmp_path
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path) -> Callable[..., JobSpec]:
+    def make(**fields: Any) -> JobSpec:
+        base = {
+            "workload": "line:Line",
+            "batch_size": 4,
+            "shards": 2,
+            "epochs": 2,
+            "mode": "local",
+            "storage": str(tmp_path / "runs"),
+            "checkpoint": {"every_steps": 2},
+        }
+        return parse_spec({**base, **fields})
+
+    return make
+
+
+def test_a_run_is_named_after_its_workloads_module_unless_it_is_given_a_name(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    assert train(make_spec(), search=[folder]).name == "line"
+    assert train(make_spec(name="given"), search=[folder]).name == "given"
+    with pytest.raises(SpecError, match=r"the run name '\.\./up'"):
+        train(make_spec(), name="../up", search=[folder])
+
+
+def test_a_finished_run_is_returned_as_it_is_and_extended_when_more_is_asked_for(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    done = train(make_spec(), search=[folder])
+    assert (done.status, done.step) == ("done", 6)
+    again = train(make_spec(), search=[folder])
+    assert again == done
+    assert len(read_past(Storage.at(done.run)).attempts) == 1
+    longer = train(make_spec(epochs=3), search=[folder])
+    straight = train(make_spec(epochs=3), name="straight", search=[folder])
+    assert (longer.step, longer.digest) == (9, straight.digest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"threads": 2}, {"args": {"lr": 0.2}}, {"shards": 4}, {"precision": "bf16"}],
+)
+def test_a_run_of_another_job_is_refused_with_the_fields_that_differ(
+    make_spec: Callable[..., JobSpec], folder: Path, change: dict[str, Any]
+) -> None:
+    train(make_spec(epochs=1), search=[folder])
+    with pytest.raises(RunConflictError, match=f"{next(iter(change))}: .* against ") as caught:
+        train(make_spec(epochs=1, **change), search=[folder])
+    assert caught.value.exit_status is ExitStatus.BAD_INPUT
+
+
+def test_restart_starts_over_and_keeps_the_run_before(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    first = train(make_spec(), search=[folder])
+    other = train(make_spec(seed=1), search=[folder], restart=True)
+    assert other.run == first.run
+    assert other.digest != first.digest
+    kept = json.loads(Path(f"{first.run}.replaced-1/result.json").read_text())
+    assert kept["digest"] == first.digest
+
+
+def test_other_data_on_resume_is_refused_with_both_sizes(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    train(make_spec(epochs=1), search=[folder])
+    (folder / "line.py").write_text(WORKLOAD.replace("randn(10", "randn(9"))
+    import sys
+
+    sys.modules.pop("line")
+    outcome = train(make_spec(epochs=2), search=[folder])
+    assert outcome.exit_status is ExitStatus.BAD_INPUT
+    assert "the training data has 9 samples" in outcome.message
+    assert "was made with 10" in outcome.message
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_gives_the_same_end(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    straight = train(make_spec(), name="straight", search=[folder])
+    half = train(make_spec(epochs=None, max_steps=5), name="half", search=[folder])
+    newest = Path(half.run, "checkpoints/step-00000005/state-00000.safetensors")
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    end = train(make_spec(epochs=None, max_steps=6), name="half", search=[folder])
+    assert end.digest == straight.digest
+    run = Path(end.run)
+    assert [
+        path.name.startswith("step-00000005") for path in (run / "checkpoints/damaged").iterdir()
+    ]
+    (incident,) = (json.loads(p.read_text()) for p in run.glob("incidents/*/incident.json"))
+    assert incident["kind"] == "damaged_checkpoint"
+    assert "state-00000.safetensors" in incident["message"]
+    past = read_past(Storage.at(end.run))
+    assert (past.attempts[-1].start_step, past.num_redone) == (4, 1)
+
+
+def test_no_whole_checkpoint_stops_and_says_so_until_the_run_is_started_over(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    first = train(make_spec(), search=[folder])
+    for path in Path(first.run).glob("checkpoints/step-*/state-*"):
+        path.write_bytes(b"")
+    outcome = train(make_spec(epochs=3), search=[folder])
+    assert outcome.exit_status is CheckpointError.exit_status
+    assert "no checkpoint of" in outcome.message
+    assert "--restart" in outcome.message
+    assert len(list(Path(first.run).glob("checkpoints/step-*"))) == 3
+    assert train(make_spec(epochs=3), search=[folder], restart=True).status == "done"
+
+
+def test_relative_storage_is_refused_inside_a_submitted_job(
+    make_spec: Callable[..., JobSpec], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(StorageError, match=r"storage './runs' is relative"):
+        train(make_spec(storage="./runs"), search=[folder])
+
+
+def test_what_a_workload_draws_does_not_touch_the_callers_generators(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    expected = (torch.rand(1).item(), np.random.rand(), random.random())
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    train(make_spec(epochs=1), search=[folder])
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,63 @@
+"""Signals become a planned stop, passed on until the attempt knows."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from samestep.cluster.monitor import Monitor
+
+
+class Recorder:
+    """A target that notes what it is asked; `away` makes it fail."""
+
+    def __init__(self) -> None:
+        self.stops: list[str] = []
+        self.away = False
+        self.messages = [{"number": 1, "text": "one"}, {"number": 2, "text": "two"}]
+
+    def call(self, method: str, *args: Any) -> Any:
+        if self.away:
+            raise ConnectionError("away")
+        if method == "request_stop":
+            self.stops.append(args[0])
+            return None
+        return {"messages": [m for m in self.messages if m["number"] > args[0]]}
+
+
+def test_a_signal_asks_for_a_stop_at_every_poll_and_names_itself() -> None:
+    recorder = Recorder()
+    monitor = Monitor(recorder, lambda status: None)
+    with monitor.signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        monitor.poll()
+        monitor.poll()
+    assert recorder.stops == ["SIGTERM", "SIGTERM"]
+
+
+def test_a_second_ctrl_c_interrupts_at_once_and_the_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    monitor = Monitor(Recorder(), lambda status: None)
+
+    def interrupt_twice() -> None:
+        with monitor.signals():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_each_message_is_shown_once_and_a_recorder_that_is_away_does_no_harm() -> None:
+    recorder, seen = Recorder(), []
+    monitor = Monitor(recorder, lambda status: seen.append(status["messages"]))
+    monitor.poll()
+    recorder.away = True
+    monitor.poll()
+    recorder.away = False
+    monitor.poll()
+    assert [[m["text"] for m in messages] for messages in seen] == [["one", "two"], []]
