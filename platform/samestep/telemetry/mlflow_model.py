@@ -43,6 +43,31 @@ class Example:
     output: Any
 
 
+def model_keeper(
+    run_uri: str, say: Callable[[str], object]
+) -> Callable[[nn.Module, Callable[[], object], Path | None], None]:
+    """What a launcher gives its workers to call once with the final model; never raises.
+
+    Args:
+        run_uri: the run directory.
+        say: tells whoever follows the run what went wrong.
+
+    Returns:
+        A function of the model, of a call that uses it once as an evaluation does, and of the
+        file that defines it, if there is one.
+    """
+
+    def keep(model: nn.Module, use: Callable[[], object], code: Path | None) -> None:
+        try:
+            pack_model(Storage.at(run_uri), model, use, code=[code] if code else [])
+        except Exception as error:  # the run is done: nothing about MLflow may fail it now
+            logger.warning("the final model is not packed for MLflow", exc_info=True)
+            text = str(error).strip().partition("\n")[0]
+            say(f"the final model does not go to MLflow ({type(error).__name__}: {text})")
+
+    return keep
+
+
 def example_of(model: nn.Module, use: Callable[[], object]) -> Example | None:
     """Watches a model while `use` calls it (as the workload does); None where it never did.
 

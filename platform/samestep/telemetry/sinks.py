@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import samestep
 from samestep.checkpoint.storage import Storage
@@ -27,6 +27,9 @@ from samestep.spec import JobSpec
 from samestep.telemetry import provenance
 from samestep.telemetry.sink import Sink
 from samestep.telemetry.tracking_file import without_password
+
+if TYPE_CHECKING:
+    from samestep.telemetry.recorder import Recorder
 
 SCHEMES: Final = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 _SQLITE = "sqlite:///"
@@ -163,3 +166,26 @@ def _checked(uri: str, source: str, folder: Path) -> str:
         # The recorder may work in another folder than the user.
         return f"{_SQLITE}{folder.resolve() / path}"
     return uri
+
+
+def open_recorder(
+    plan: SinkPlan, run_uri: str, *, run: str, spec_yaml: str, returning: bool = False
+) -> Recorder:
+    """A run's recorder with its sinks, in the process that it is to live in.
+
+    Raises:
+        InputError: a sink refuses the start; and as `Recorder` does.
+    """
+    from samestep.telemetry.recorder import Recorder
+
+    recorder = Recorder(
+        run_uri,
+        run=run,
+        spec_yaml=spec_yaml,
+        sinks=plan.make(),
+        about=plan.about,
+        returning=returning,
+    )
+    for note in plan.notes:
+        recorder.say(note)
+    return recorder
