@@ -23,7 +23,7 @@ from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.telemetry.mlflow_client import load_mlflow
 from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import EventRecord, StepRecord
-from samestep.telemetry.sinks import SinkPlan, plan_sinks
+from samestep.telemetry.sinks import SinkPlan, deliver_rest, plan_sinks
 from samestep.telemetry.tracking_file import read_tracked
 
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
@@ -320,3 +320,23 @@ def test_a_run_deleted_in_mlflow_is_delivered_again_from_its_first_step(
     run = only_run(uri)
     assert run.info.run_id != first.info.run_id
     assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == list(range(6))
+
+
+def test_what_a_run_that_is_over_could_not_deliver_is_delivered_on_request(
+    tmp_path: Path, make_story: MakeStory
+) -> None:
+    story = make_story(tracking={"enabled": False})
+    story.open()
+    story.begin(0)
+    story.steps(0, 3)
+    story.finish(step=3)
+    story.recorder.close()
+    later = make_story()
+    known = {"run": "a", "spec_yaml": dump_spec(later.spec)}
+    (line,) = deliver_rest(later.plan(), later.uri, **known)
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    run = only_run(uri)
+    assert run.info.run_id in line
+    assert run.info.status == "FINISHED"
+    assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == [0, 1, 2]
+    assert deliver_rest(later.plan(), later.uri, **known) == []

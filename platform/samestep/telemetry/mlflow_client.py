@@ -219,7 +219,7 @@ def require_answer(uri: str) -> None:
             return
         raise TrackingError(f"no answer: {error.reason}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise TrackingError(f"no answer: {error or type(error).__name__}") from error
+        raise TrackingError(f"no answer: {str(error) or type(error).__name__}") from error
 
 
 def load_mlflow() -> Any:

@@ -149,7 +149,11 @@ def _traced(
         return False
     if not all(isinstance(value, Tensor) for value in example.args):
         return False
-    inputs = tuple(value.detach().cpu() for value in example.args)
+    # MLflow keeps the example with the model: two samples suffice. Only an array, and only one,
+    # makes a model that MLflow's generic loader serves.
+    inputs: Any = tuple(value.detach().cpu() for value in example.args)
+    if len(inputs) == 1 and inputs[0].dtype != torch.bfloat16 and inputs[0].dim():
+        inputs = inputs[0][:2].numpy()
     try:
         flavor.save_model(
             model, str(folder), serialization_format="pt2", input_example=inputs, **settings

@@ -142,7 +142,7 @@ class MlflowSink:
         self._hint = hint
         self._connect = connect
         self._client: TrackedRun | None = None
-        self._up = True
+        self._up: bool | None = None  # until MLflow was first spoken to
         self._files_failed = False
         self._introduced = False
 
@@ -169,6 +169,8 @@ class MlflowSink:
                 client.set_tags(delivery.tags)
             if delivery.attempt_changed or delivery.status:
                 delivery.tracked = self._deliver_files(client, delivery.tracked)
+            if delivery.status in STATUS.values():
+                delivery.tracked = self._deliver_model(client, delivery.tracked)
             if delivery.status and delivery.status != client.status:
                 client.set_status(delivery.status, delivery.tracked.time_ms)
         except StartOver:
@@ -293,13 +295,15 @@ class MlflowSink:
                 if tracked.files.get(name) != digest:
                     client.log_file(name, data)
                     tracked = replace(tracked, files={**tracked.files, name: digest})
-            return self._deliver_model(client, tracked)
         except SamestepError as error:
-            if not self._files_failed:
-                self._info.say(f"MLflow does not take artifacts ({error}); metrics go on")
-                logger.warning("run=%s MLflow does not take artifacts: %s", self._info.name, error)
-            self._files_failed = True
-            return tracked
+            self._warn_of_files(error)
+        return tracked
+
+    def _warn_of_files(self, error: SamestepError) -> None:
+        if not self._files_failed:
+            self._info.say(f"MLflow does not take artifacts ({error}); metrics go on")
+            logger.info("run=%s MLflow does not take artifacts: %s", self._info.name, error)
+        self._files_failed = True
 
     def _files(self) -> list[tuple[str, bytes]]:
         spec = self._info.spec
@@ -314,19 +318,24 @@ class MlflowSink:
         return found + [(name, self._run.read(name)) for name in names if self._run.exists(name)]
 
     def _deliver_model(self, client: TrackedRun, tracked: Tracked) -> Tracked:
+        """Stores the packed final model, if there is one that is not there yet."""
         names = self._run.walk(MODEL_DIR)
         if f"{MODEL_DIR}/MLmodel" not in names:
             return tracked
         digest = hashlib.sha256(self._run.read(f"{MODEL_DIR}/MLmodel")).hexdigest()
         if tracked.files.get(MODEL_DIR) == digest:
             return tracked
-        with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-            for name in names:
-                path = Path(folder, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(self._run.read(name))
-            model_id = client.create_model(MODEL_DIR, tracked.next_step)
-            client.fill_model(model_id, Path(folder, MODEL_DIR))
+        try:
+            with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
+                for name in names:
+                    path = Path(folder, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(self._run.read(name))
+                model_id = client.create_model(MODEL_DIR, tracked.next_step)
+                client.fill_model(model_id, Path(folder, MODEL_DIR))
+        except SamestepError as error:
+            self._warn_of_files(error)
+            return tracked
         files = {**tracked.files, MODEL_DIR: digest}
         return replace(tracked, files=files, model_id=model_id)
 

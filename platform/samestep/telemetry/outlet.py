@@ -192,7 +192,7 @@ class Outlet:
     def _note_failure(self, error: Exception) -> None:
         if self._failing_since is None:
             text = self.sink.explain(error)
-            logger.warning("run=%s %s", self._run, text)
+            logger.info("run=%s %s", self._run, text)  # told as a note; once is enough
             self._notes.append(text)
             self._failing_since = self._monotonic()
         with self._changed:

@@ -152,7 +152,8 @@ class _Page(Collector):
             attempt, mode = str(self.totals.attempt), self.totals.mode
         tracking = (self.tracking() or {}).get("mlflow") or {}
         if tracking:
-            values[Metrics.TRACKING_UP, ()] = float(tracking["up"])
+            if tracking["up"] is not None:
+                values[Metrics.TRACKING_UP, ()] = float(tracking["up"])
             waiting = max(0, num_steps - int(tracking["num_steps"]))
             values[Metrics.TRACKING_WAITING, ()] = float(waiting)
         labels = (

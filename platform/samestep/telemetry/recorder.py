@@ -243,7 +243,7 @@ class Recorder:
         if self._outlets:
             lacking = self.drain()
             if lacking:
-                logger.warning(
+                logger.info(
                     "run=%s closes before everything was delivered to %s; the records are in the "
                     "ledger, and the next start of the run delivers them",
                     self._name,
