@@ -7,6 +7,7 @@ A workload brings an ordinary `nn.Module`, a map-style `Dataset`, a loss and an 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -124,6 +125,7 @@ def load_workload(name: str, args: Mapping[str, Any], search: Sequence[Path]) ->
             sys.path.remove(folder)
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
+    _forget_namesakes(module_name, search)
     looked = ", ".join(str(path) for path in search)
     try:
         module = importlib.import_module(module_name)
@@ -153,6 +155,17 @@ def load_workload(name: str, args: Mapping[str, Any], search: Sequence[Path]) ->
         return cls(**args)
     except Exception as error:
         raise WorkloadError(_raised(name, f"{class_name}(**args)", error)) from error
+
+
+def _forget_namesakes(module_name: str, search: Sequence[Path]) -> None:
+    """Drops a module of this name that came from another folder, as of another job before."""
+    top = module_name.partition(".")[0]
+    cached = sys.modules.get(top)
+    found = importlib.machinery.PathFinder.find_spec(top, [str(path) for path in search])
+    if cached is None or found is None or found.origin == getattr(cached, "__file__", None):
+        return
+    for name in [name for name in sys.modules if (name + ".").startswith(top + ".")]:
+        del sys.modules[name]
 
 
 def _missing(workload: Workload, signature: str) -> str:

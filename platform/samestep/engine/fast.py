@@ -35,7 +35,7 @@ class _LossModule(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         if batch is None:  # an idle worker takes part in the all-reduce with zeros
-            return sum((p.sum() * 0 for p in self.model.parameters() if p.requires_grad))
+            return sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
         return self.loss_of(batch)
 
 

@@ -44,12 +44,13 @@ class Peers:
         if self._group is None:
             return lambda: [message]
         data = json.dumps(message).encode()
-        head = _padded(_LENGTH.pack(len(data)) + data[: FIRST_BYTES - _LENGTH.size])
-        rest = torch.frombuffer(bytearray(data[FIRST_BYTES - _LENGTH.size :] or b"\0"), dtype=torch.uint8)
+        room = FIRST_BYTES - _LENGTH.size
+        head = _padded(_LENGTH.pack(len(data)) + data[:room])
+        rest = torch.frombuffer(bytearray(data[room:] or b"\0"), dtype=torch.uint8)
         heads = {peer: torch.empty(FIRST_BYTES, dtype=torch.uint8) for peer in self._others}
         works = [(p, self._irecv(heads[p], p, TALK_TAG)) for p in self._others]
         sends = [(p, self._isend(head, p, TALK_TAG)) for p in self._others]
-        if len(data) > FIRST_BYTES - _LENGTH.size:
+        if len(data) > room:
             sends += [(p, self._isend(rest, p, REST_TAG)) for p in self._others]
 
         def wait() -> list[Any]:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from samestep.engine.buckets import Buckets, layout_buckets, trainable, trainable_digest
 from samestep.engine.buffers import BufferKeeper
-from samestep.engine.exchange import Collective, Exchange, OneProcess, Pairwise, Traffic
+from samestep.engine.collective import Collective
+from samestep.engine.exchange import Exchange, OneProcess, Traffic
+from samestep.engine.pairwise import Pairwise
 from samestep.engine.peers import Peers
 from samestep.engine.shard import ShardResult, forward_shard, in_user_code
 from samestep.errors import (

@@ -12,7 +12,7 @@ from observe import observe
 from samestep import JobSpec, Workload
 from samestep.checkpoint.state import collect
 from samestep.engine.canary import compare_canary
-from samestep.engine.exchange import Collective
+from samestep.engine.collective import Collective
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.peers import Peers

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -53,9 +55,17 @@ class Pool:
         address = self.fresh_path()
         command = [sys.executable, str(FOLDER / "worker.py"), address, str(NUM_PROCESSES)]
         with Listener(address, family="AF_UNIX", backlog=NUM_PROCESSES) as listener:
-            listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             self._parent = subprocess.Popen(command, env=variables, start_new_session=True)
-            self._connections = [listener.accept() for _ in range(NUM_PROCESSES)]
+            deadline = time.monotonic() + START_S
+            while len(self._connections) < NUM_PROCESSES:
+                try:
+                    self._connections.append(listener.accept())
+                except TimeoutError:
+                    ended = self._parent.poll() is not None
+                    if ended or time.monotonic() > deadline:
+                        self.close()
+                        pytest.fail("the processes of the pool did not start", pytrace=False)
 
     def run(self, tasks: Sequence[Task]) -> list[Answer]:
         if self._parent is None:
@@ -81,7 +91,8 @@ class Pool:
         for connection in self._connections:
             connection.close()
         if self._parent is not None:
-            os.killpg(self._parent.pid, signal.SIGKILL)  # a session of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._parent.pid, signal.SIGKILL)  # a session of its own
             self._parent.wait()
         self._parent, self._connections = None, []
 

@@ -46,7 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "modes": spec_of("Modes"),
     "checkpointed": spec_of("Checkpointed", shards=5),
     "buckets": spec_of("Wide", shards=6, batch_size=12, clip_norm=0.2),
-    "signs of zero": spec_of("Quiet", shards=5),
+    "signs of zero": spec_of("Quiet", shards=5, args={"size": 23}),
+    "memory": spec_of("Memory", shards=6),
+    "sums of 2 threads": spec_of("Summing", threads=2),
 }
 
 
