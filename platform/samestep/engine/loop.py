@@ -17,6 +17,7 @@ from samestep.checkpoint.state import collect
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import write_files
 from samestep.engine.appraisal import Appraisal
+from samestep.engine.ema import averages_in
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.hooks import Hooks
@@ -123,9 +124,11 @@ class Loop:
             reason = "early_stop" if self._step < self._built.end_step else "end"
         if done and self._on_finished is not None:
             file = getattr(sys.modules.get(type(self._built.workload).__module__), "__file__", None)
-            self._on_finished(
-                self._built.parts.model, self._use_model, Path(file) if file else None
-            )
+            # The model that is kept is the one that is evaluated: the averages, where there are.
+            with averages_in(self._built.parts.model, self._built.parts.ema):
+                self._on_finished(
+                    self._built.parts.model, self._use_model, Path(file) if file else None
+                )
         self._target.call(
             "finish",
             self._attempt,
