@@ -7,10 +7,17 @@ A workload brings an ordinary `nn.Module`, a map-style `Dataset`, a loss and an 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import inspect
+import os
+import shutil
 import sys
+import tempfile
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -94,11 +101,38 @@ class Workload:
     process and attempt, except `loss`, `evaluate`, `order`, `collate`, `before_step` and the
     hooks. Random numbers may be drawn anywhere with torch, NumPy's global generator or `random`:
     they are seeded so that the number of workers and loader processes does not matter.
+
+    Files: read what lies beside the workload's module through `folder`, which is right on every
+    machine and in every process. Write through `output_folder`, which no other worker shares. A
+    relative path means the working directory of the command (of a submitted job: the copy that Ray
+    unpacked, which is thrown away); all workers of a machine share it.
     """
+
+    _output_folder: Path | None = None
 
     dimensions: ClassVar[Mapping[str, Sequence[int | None]]] = {}
     """Declared dimensions of a batch's tensors, by path ("" for a bare tensor, "0", "image",
     "0.mask"); None leaves a dimension open. A batch that breaks them is refused."""
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the workload's module, wherever that lies on this machine."""
+        return Path(inspect.getfile(type(self))).absolute().parent
+
+    @cached_property
+    def output_folder(self) -> Path:
+        """A folder for files of this worker's own; made when first asked for, kept with the run.
+
+        `<run>/outputs/worker-<n>`, the same for all attempts, where storage is local; else a
+        temporary folder whose files are copied there when the attempt ends. Loader processes
+        share their worker's. In a dry step and for evaluations afterwards it is a temporary one.
+        """
+        folder = self._output_folder
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="samestep-output-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def model(self) -> nn.Module:
         """The model on the CPU, with its initial weights."""
@@ -170,8 +204,20 @@ class Workload:
         """
 
 
-def load_workload(name: str, args: Mapping[str, Any], search: Sequence[Path]) -> Workload:
+def load_workload(
+    name: str,
+    args: Mapping[str, Any],
+    search: Sequence[Path],
+    *,
+    output_folder: Path | None = None,
+) -> Workload:
     """Imports `module:Class` from the folders of `search`, then from what is installed.
+
+    Args:
+        name: `module:Class`.
+        args: for its `__init__`.
+        search: folders, the first one first.
+        output_folder: what the workload's `output_folder` is; None: a temporary one.
 
     Raises:
         WorkloadError: it was not found (says where it was looked for), its import or
@@ -183,6 +229,7 @@ def load_workload(name: str, args: Mapping[str, Any], search: Sequence[Path]) ->
             sys.path.remove(folder)
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
+    _forget_namesakes(module_name, search)
     looked = ", ".join(str(path) for path in search)
     try:
         module = importlib.import_module(module_name)
@@ -209,9 +256,36 @@ def load_workload(name: str, args: Mapping[str, Any], search: Sequence[Path]) ->
     if not (isinstance(cls, type) and issubclass(cls, Workload)):
         raise WorkloadError(f"workload {name!r}: {cls!r} is no subclass of samestep.Workload")
     try:
-        return cls(**args)
+        # Known in its `__init__` already, and not an argument of every workload's.
+        workload: Workload = cls.__new__(cls)
+        workload._output_folder = output_folder
+        workload.__init__(**args)  # type: ignore[misc]
     except Exception as error:
         raise WorkloadError(_raised(name, f"{class_name}(**args)", error)) from error
+    return workload
+
+
+def advice_for(error: BaseException) -> str:
+    """A line on what to do about an exception of the workload; empty where none is known."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
+        return ""
+    if os.path.isabs(error.filename):
+        return ""
+    return (
+        f"A relative path is taken from the working directory ({os.getcwd()}); what lies beside "
+        f"the workload's module is found through self.folder / {error.filename!r}.\n"
+    )
+
+
+def _forget_namesakes(module_name: str, search: Sequence[Path]) -> None:
+    """Drops a module of this name that came from another folder, as of another job before."""
+    top = module_name.partition(".")[0]
+    cached = sys.modules.get(top)
+    found = importlib.machinery.PathFinder.find_spec(top, [str(path) for path in search])
+    if cached is None or found is None or found.origin == getattr(cached, "__file__", None):
+        return
+    for name in [name for name in sys.modules if (name + ".").startswith(top + ".")]:
+        del sys.modules[name]
 
 
 def _missing(workload: Workload, signature: str) -> str:
@@ -220,4 +294,5 @@ def _missing(workload: Workload, signature: str) -> str:
 
 def _raised(name: str, what: str, error: BaseException) -> str:
     text = "".join(traceback.format_exception(error))
-    return f"workload {name!r}: {what} raised {type(error).__name__}: {error}\n{text}"
+    kind = type(error).__name__
+    return f"workload {name!r}: {what} raised {kind}: {error}\n{advice_for(error)}{text}"

@@ -133,7 +133,7 @@ class Bench:
 
 def main() -> int:
     options = _options()
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     bench = Bench(options, console)
     started = time.monotonic()
     try:

@@ -19,15 +19,17 @@ def print_steps(console: Console, found: Mapping[str, Any], bases: Sequence[str]
         f"{found['shard_size']} samples, {found['workers']} workers",
         "engine",
         "step, ms",
-        *(f"over {base}" for base in bases),
-        *(f"CPU time over {base}" for base in bases),
+        *(f"over {_short(base)}" for base in bases),
+        *(f"CPU, {_short(base)}" for base in bases),
     )
     for row in found["engines"]:
-        ratios = [row[kind].get(base) for kind in ("ratios", "cpu_ratios") for base in bases]
+        ratios = [row["ratios"].get(base) for base in bases]
+        cpu_ratios = [row["cpu_ratios"].get(base) for base in bases]
         table.add_row(
             row["engine"],
             spread_text(row["step_ms"], digits=1),
             *("" if ratio is None else spread_text(ratio) for ratio in ratios),
+            *("" if ratio is None else f"{ratio['median']:.3f}" for ratio in cpu_ratios),
         )
     console.print(table)
     console.print(_verdict(found))
@@ -114,6 +116,10 @@ def _verdict(found: Mapping[str, Any]) -> str:
         f"{found['model']}: exact is at {worst:.3f} of the faster plain script; at most {TARGET} "
         f"is {said}{aim} {AIM}"
     )
+
+
+def _short(engine: str) -> str:
+    return engine.removeprefix("plain, ")
 
 
 def _table(title: str, *columns: str) -> Table:

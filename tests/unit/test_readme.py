@@ -25,6 +25,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for _, name, text in re.findall(r"```(\w+)\n# (\S+)\n(.*?)```", README, flags=re.DOTALL):
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "line", raising=False)  # another test's of that name
     yield tmp_path
     sys.modules.pop("line", None)
 

@@ -99,9 +99,7 @@ class Manifest:
             "digest": self.digest,
             "samestep_version": self.samestep_version,
             "created_s": self.meta.created_s,
-            "evaluation": {
-                name: pack_float(value) for name, value in self.meta.evaluation.items()
-            },
+            "evaluation": {name: pack_float(value) for name, value in self.meta.evaluation.items()},
             "ranking": asdict(self.meta.ranking) if self.meta.ranking else None,
             "numerics": dict(self.meta.numerics),
             "spec": dict(self.meta.spec),

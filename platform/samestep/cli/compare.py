@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from samestep.cli.errors import handles_errors
-from samestep.cli.runs import find_run
+from samestep.cli.find import find_run
 from samestep.errors import ExitStatus
 from samestep.replay.compare import Comparison, Verdict, compare_runs
 

@@ -8,7 +8,7 @@ import typer
 
 from samestep.checkpoint.reading import digest_of
 from samestep.cli.errors import handles_errors
-from samestep.cli.runs import find_run_or_checkpoint
+from samestep.cli.find import find_run_or_checkpoint
 
 
 @handles_errors

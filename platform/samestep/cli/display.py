@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -26,13 +26,20 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        # Its own output goes past whoever copies sys.stdout into a worker's log.
+        self._console = console or Console(highlight=False, file=sys.stdout)
+        self._streams = sys.stdout, sys.stderr
         self._live: Live | None = None
         self._lock = threading.Lock()
         self._shown_at = 0.0
         self._shown_step = -1
 
     def __enter__(self) -> Display:
+        """Takes over what is printed meanwhile, where there is a live display to print above."""
+        self._streams = sys.stdout, sys.stderr
+        if self._console.is_terminal:
+            sys.stdout = cast(TextIO, _Above(self, sys.stdout))
+            sys.stderr = cast(TextIO, _Above(self, sys.stderr))
         return self
 
     def __exit__(
@@ -41,6 +48,10 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _Above):
+                stream.finish()
+        sys.stdout, sys.stderr = self._streams
         with self._lock:
             self._stop_live()
 
@@ -61,7 +72,13 @@ class Display:
 
     def _show_live(self, status: dict[str, Any]) -> None:
         if self._live is None:
-            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live = Live(
+                console=self._console,
+                refresh_per_second=4,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._live.start()
         self._live.update(_panel(status))
 
@@ -78,6 +95,29 @@ class Display:
         cells = [f"{name} {value}" for name, value in cells_of(status)]
         self._console.print("  ".join(cells), soft_wrap=True)
         sys.stdout.flush()
+
+
+class _Above:
+    """A stream whose lines are shown above the live display."""
+
+    def __init__(self, display: Display, inner: TextIO) -> None:
+        self._display = display
+        self._inner = inner
+        self._partial = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._partial = (self._partial + text).split("\n")
+        for line in lines:
+            self._display({"output": line, "messages": []})
+        return len(text)
+
+    def finish(self) -> None:
+        """Shows a last line that has no end."""
+        if self._partial:
+            self.write("\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def cells_of(status: dict[str, Any]) -> list[tuple[str, str]]:

@@ -8,7 +8,10 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-COMMANDS: Final = ("train", "check", "show", "compare", "digest", "samples")
+COMMANDS: Final = (
+    *("init", "check", "train", "evaluate"),
+    *("runs", "show", "logs", "compare", "digest", "samples", "rm"),
+)
 
 
 class CommandsOnDemand(TyperGroup):

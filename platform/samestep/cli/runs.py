@@ -1,52 +1,83 @@
-"""What a RUN argument means: a path or URI of a run directory, or a name under ./runs."""
+"""`samestep runs`: what lies in a storage folder."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from samestep.checkpoint.storage import Storage
+from samestep.cli.errors import handles_errors
+from samestep.cli.find import RUNS
 from samestep.errors import InputError
-from samestep.names import MANIFEST_FILE, SPEC_FILE
-from samestep.spec import RUN_NAME
+from samestep.names import SPEC_FILE
+from samestep.replay.listing import RunLine, list_runs
 
-RUNS = "runs"
+_STYLE = {"done": "green", "running": "cyan", "starting": "cyan", "interrupted": "yellow"}
+_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 
 
-def find_run(text: str) -> Storage:
-    """The run directory that is meant.
+@handles_errors
+def runs(
+    storage: Annotated[
+        str,
+        typer.Argument(metavar="STORAGE", help="The folder or URI that holds run directories."),
+    ] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list, for scripts.")] = False,
+) -> None:
+    """List the runs of a storage folder, the one that started last at the end.
 
-    Raises:
-        InputError: there is none; says where was looked, and which runs there are.
-        StorageError: storage can't be reached.
+    A run that is alive is running (or starting); one that has no result, and whose process is
+    gone, died: the same train command resumes it.
     """
-    return _find(text, (SPEC_FILE,), "run directory")
+    place = Storage.at(storage)
+    if place.exists(SPEC_FILE):
+        raise InputError(
+            f"{place.uri} is a run itself: look at it with samestep show, or give the folder above"
+        )
+    if storage != RUNS and not place.exists():
+        raise InputError(f"there is no storage folder {place.uri}")
+    found = list_runs(place)
+    if as_json:
+        print(json.dumps([line.to_json() for line in found], indent=2, allow_nan=False))
+        return
+    if not found:
+        print(f"no runs in {place.uri}")
+        return
+    Console(soft_wrap=True, highlight=False).print(_table(found, time.time()))
 
 
-def find_run_or_checkpoint(text: str) -> Storage:
-    """A run directory, or the folder of a checkpoint.
-
-    Raises:
-        InputError: there is neither.
-        StorageError: storage can't be reached.
-    """
-    return _find(text, (SPEC_FILE, MANIFEST_FILE), "run directory or checkpoint")
-
-
-def _find(text: str, marks: tuple[str, ...], what: str) -> Storage:
-    places = [text]
-    if RUN_NAME.fullmatch(text):
-        places.append(f"{RUNS}/{text}")
-    looked = []
-    for place in places:
-        storage = Storage.at(place)
-        if any(storage.exists(mark) for mark in marks):
-            return storage
-        looked.append(storage.uri)
-    raise InputError(
-        f"no {what} {text!r}; looked in {', '.join(looked)}. Runs in ./{RUNS}: "
-        + (", ".join(_names()) or "none")
-    )
+def _table(found: list[RunLine], now_s: float) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("name", "status", "steps", "loss", "evaluation", "age", "size"):
+        right = name in ("steps", "loss", "age", "size")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for line in found:
+        steps = str(line.steps) if line.total_steps is None else f"{line.steps}/{line.total_steps}"
+        evaluation = ", ".join(f"{name} {value:.4g}" for name, value in line.evaluation.items())
+        table.add_row(
+            Text(line.name, style="bold"),
+            Text(line.status, style=_STYLE.get(line.status, "red")),
+            steps,
+            "-" if line.loss is None else f"{line.loss:.4g}",
+            Text(evaluation or "-"),
+            "-" if line.started_s is None else _age(now_s - line.started_s),
+            _size(line.num_bytes),
+        )
+    return table
 
 
-def _names() -> list[str]:
-    return sorted(path.parent.name for path in Path(RUNS).glob(f"*/{SPEC_FILE}"))
+def _age(seconds: float) -> str:
+    for unit, length_s in _UNITS:
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from samestep.cli.errors import handles_errors
-from samestep.cli.runs import find_run
+from samestep.cli.find import find_run
 from samestep.replay.samples import samples_of_step
 
 

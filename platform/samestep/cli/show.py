@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.errors import handles_errors
-from samestep.cli.runs import find_run
+from samestep.cli.find import find_run
 from samestep.replay.summary import DIED, RunSummary, summarize, why_ended
 
 LAST_INCIDENTS = 10

@@ -6,11 +6,13 @@ For debugging on a single node: no process group, one process, breakpoints work.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from samestep.cluster.debugger import Terminal, dial
+from samestep.cluster.folders import Desk, Folders, at_desk
 from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.errors import PlacementError
 from samestep.spec import JobSpec, dump_spec, parse_spec
@@ -18,6 +20,7 @@ from samestep.spec import JobSpec, dump_spec, parse_spec
 if TYPE_CHECKING:
     from samestep.cluster.actors import RayTarget
     from samestep.cluster.launch import Order
+    from samestep.cluster.session import Session
 
 
 class Trainer:
@@ -25,13 +28,16 @@ class Trainer:
 
     def run(self, config: dict[str, Any]) -> None:
         """Trains on all devices that Ray gave this actor."""
-        from pathlib import Path
+        with at_desk(config, world_rank=0, world_size=1) as desk:
+            self._attempt(config, desk)
 
+    def _attempt(self, config: dict[str, Any], desk: Desk) -> None:
         import torch
         import yaml
 
         from samestep.engine.attempt import Place, run_attempt
         from samestep.engine.peers import Peers
+        from samestep.telemetry.mlflow_model import model_keeper
 
         spec: JobSpec = parse_spec(yaml.safe_load(config["spec"]))
         devices = [torch.device("cpu")]
@@ -52,18 +58,27 @@ class Trainer:
                 devices=devices,
                 peers=Peers(None),
                 group=None,
-                search=[Path(path) for path in config["search"]],
+                search=desk.search,
+                files=desk.files,
                 run_uri=config["run_uri"],
                 target=target,
+                on_finished=(
+                    model_keeper(config["run_uri"], partial(target.call, "say"))
+                    if config["tracked"]
+                    else None
+                ),
             ),
         )
 
 
-def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -> str | None:
+def run(
+    order: Order, session: Session, target: RayTarget, monitor: Monitor, terminal: Terminal
+) -> str | None:
     """Trains in one actor, started again when its process dies.
 
     Args:
         order: what to run.
+        session: the connection to Ray.
         target: the recorder.
         monitor: polled while waiting.
         terminal: where `breakpoint()` leads.
@@ -76,9 +91,10 @@ def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -
     config = {
         "spec": dump_spec(spec),
         "run_uri": order.run_uri,
-        "search": [str(path) for path in order.search],
+        "folders": Folders.of_command(order.search, is_copied=session.is_copied),
         "target": target,
         "terminal": terminal.address,
+        "tracked": order.plan.tracking_uri is not None,
     }
     failure = None
     for _ in range(spec.faults.retries.infrastructure + 1):
@@ -104,7 +120,9 @@ def run(order: Order, target: RayTarget, monitor: Monitor, terminal: Terminal) -
 def _gpus(spec: JobSpec) -> int:
     if not spec.resources.gpu:
         return 0
-    most: int = max(math.floor(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+    most: int = max(
+        math.floor(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]
+    )
     if most == 0:
         raise PlacementError(
             "resources.gpu is 1, but no node of the cluster has a GPU: set resources.gpu: 0 to "

@@ -37,6 +37,7 @@ class Terminal:
         self._stdin = stdin or sys.stdin
         self._stdout = stdout or sys.stdout
         self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(POLL_S)
         self._closing = threading.Event()
         self._open = threading.Event()
         self.address = Address(
@@ -66,7 +67,6 @@ class Terminal:
         self._thread.join(HELLO_TIMEOUT_S)
 
     def _serve(self) -> None:
-        self._server.settimeout(POLL_S)
         while not self._closing.is_set():
             try:
                 connection, _ = self._server.accept()
@@ -123,19 +123,19 @@ class _Wire:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._files: tuple[socket.socket, Any] | None = None
+        self._files: tuple[socket.socket, TextIO, TextIO] | None = None
 
     def readline(self) -> str:
         """The next line typed; the program goes on when the terminal is gone."""
         try:
-            return str(self._file().readline()) or "continue\n"
+            return self._dialled()[1].readline() or "continue\n"
         except OSError:
             return "continue\n"
 
     def write(self, text: str) -> int:
         """Shows text on the terminal."""
         try:
-            self._file().write(text)
+            self._dialled()[2].write(text)
         except OSError:
             self.close()
         return len(text)
@@ -143,28 +143,31 @@ class _Wire:
     def flush(self) -> None:
         """Sends what was written."""
         try:
-            self._file().flush()
+            self._dialled()[2].flush()
         except OSError:
             self.close()
 
     def close(self) -> None:
         """Gives the terminal back."""
         if self._files is not None:
-            connection, file = self._files
+            connection, reader, writer = self._files
             self._files = None
-            with contextlib.suppress(OSError):
-                file.close()
+            for file in (writer, reader):
+                with contextlib.suppress(OSError):
+                    file.close()
             connection.close()
 
-    def _file(self) -> Any:
+    def _dialled(self) -> tuple[socket.socket, TextIO, TextIO]:
         if self._files is None:
             connection = socket.create_connection(
                 ("127.0.0.1", self._address.port), timeout=HELLO_TIMEOUT_S
             )
             connection.settimeout(None)
             connection.sendall(self._address.secret.encode() + b"\n")
-            self._files = (connection, connection.makefile("rw", encoding="utf-8"))
-        return self._files[1]
+            # Two files: one for both would throw away what it has read ahead when it writes.
+            reader = connection.makefile("r", encoding="utf-8")
+            self._files = (connection, reader, connection.makefile("w", encoding="utf-8"))
+        return self._files
 
 
 class RemotePdb(pdb.Pdb):

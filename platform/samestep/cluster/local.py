@@ -6,10 +6,12 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from samestep.checkpoint.storage import Storage
 from samestep.cluster.monitor import Monitor
 from samestep.exact import numerics
 from samestep.spec import dump_spec
 from samestep.telemetry.link import InProcess
+from samestep.telemetry.sinks import open_recorder
 
 if TYPE_CHECKING:
     from samestep.cluster.launch import Observer, Order
@@ -31,31 +33,40 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
     from samestep.engine.attempt import Place, run_attempt
     from samestep.engine.peers import Peers
     from samestep.exact.seeds import global_generators_kept
-    from samestep.telemetry.recorder import Recorder
+    from samestep.telemetry.logs import worker_files
+    from samestep.telemetry.mlflow_model import model_keeper
 
-    recorder = Recorder(order.run_uri, run=order.name, spec_yaml=dump_spec(spec))
+    recorder = open_recorder(order.plan, order.run_uri, run=order.name, spec_yaml=dump_spec(spec))
     target = InProcess(recorder)
     for line in late:
         target.call("say", line)
     device = torch.device("cuda", torch.cuda.current_device()) if spec.resources.gpu else None
-    place = Place(
-        mode="local",
-        devices=[device or torch.device("cpu")],
-        peers=Peers(None),
-        group=None,
-        search=list(order.search),
-        run_uri=order.run_uri,
-        target=target,
-    )
     monitor = Monitor(target, observer)
+    attempt = int(target.call("status")["attempt"]) + 1
     try:
         with (
             numerics.GlobalsKept(),
             global_generators_kept(),
             monitor.signals(),
             monitor.polling(),
+            worker_files(Storage.at(order.run_uri), attempt=attempt, world_rank=0) as files,
         ):
+            place = Place(
+                mode="local",
+                devices=[device or torch.device("cpu")],
+                peers=Peers(None),
+                group=None,
+                search=list(order.search),
+                files=files,
+                run_uri=order.run_uri,
+                target=target,
+                on_finished=(
+                    model_keeper(order.run_uri, recorder.say) if order.plan.tracking_uri else None
+                ),
+            )
             run_attempt(spec, place)
-            return finish_if_open(target, None)
+            result = finish_if_open(target, None)
+            recorder.drain()
+            return result
     finally:
         recorder.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from samestep.cluster.debugger import Terminal
 from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.cluster.placement import settle_mode
 from samestep.cluster.ray_private import worker_output_to
-from samestep.cluster.session import ray_session
+from samestep.cluster.session import Session, ray_session
+from samestep.errors import RecorderError
 from samestep.spec import Mode, dump_spec
 
 if TYPE_CHECKING:
@@ -34,31 +36,35 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
         mode, why = settle_mode(spec, session, no_fallback=order.no_fallback)
         order = replace(order, spec=spec.model_copy(update={"mode": mode}))
         # The run keeps the spec as it was given; a mode that was settled here is no part of it.
-        actor, target = start_recorder(order.run_uri, order.name, dump_spec(spec))
+        actor, target = start_recorder(order.plan, order.run_uri, order.name, dump_spec(spec))
         try:
             for note in [*session.notes, *([why] if why else [])]:
                 target.call("say", note)
             monitor = Monitor(target, observer)
             with monitor.signals():
                 if mode is Mode.DDP:
-                    failure = _fit(order, target, monitor)
+                    failure = _fit(order, session, target, monitor)
                 else:
                     with Terminal() as terminal:
-                        failure = dataparallel.run(order, target, monitor, terminal)
+                        failure = dataparallel.run(order, session, target, monitor, terminal)
             monitor.poll()
-            return finish_if_open(target, failure)
+            result = finish_if_open(target, failure)
+            with suppress(RecorderError, OSError):  # what is not delivered waits in the ledger
+                target.call("drain")
+            monitor.poll()
+            return result
         finally:
             close_recorder(actor, target)
 
 
-def _fit(order: Order, target: RayTarget, monitor: Monitor) -> str | None:
+def _fit(order: Order, session: Session, target: RayTarget, monitor: Monitor) -> str | None:
     """`fit` in a thread, so that this one can act on signals."""
     ended: list[str | None] = []
     errors: list[BaseException] = []
 
     def fit() -> None:
         try:
-            ended.append(ddp.fit(order, target))
+            ended.append(ddp.fit(order, session, target))
         except BaseException as error:  # told by the main thread
             errors.append(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -31,11 +32,13 @@ class Session:
     Attributes:
         is_local: we started the cluster, and end it.
         num_nodes: nodes that are alive and have CPUs or GPUs.
+        is_copied: each worker has a copy of the working directory, made by Ray.
         notes: what the user should know.
     """
 
     is_local: bool
     num_nodes: int
+    is_copied: bool
     notes: list[str]
 
 
@@ -47,8 +50,7 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     this machine, with the cores there are, or room for the fewest workers if that is more. A
     caller that is connected already stays so.
     """
-    environment = {**numerics.environment(spec), **TRAIN_ENVIRONMENT}
-    runtime_env: dict[str, Any] = {"env_vars": environment}
+    runtime_env: dict[str, Any] = {"env_vars": variables_for_workers(spec)}
     if ray.is_initialized():
         missing = [name for name in numerics.environment(spec) if not _in_runtime_env(name)]
         if missing:
@@ -63,7 +65,10 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     notes: list[str] = []
     if address:
         ray.init(
-            address=address, runtime_env=runtime_env, log_to_driver=True, logging_level=logging.WARNING
+            address=address,
+            runtime_env=runtime_env,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
         )
     else:
         notes = _start_local(spec, runtime_env)
@@ -97,7 +102,46 @@ def _start_local(spec: JobSpec, runtime_env: dict[str, Any]) -> list[str]:
 def _described(*, is_local: bool, notes: list[str]) -> Session:
     alive = [node for node in ray.nodes() if node["Alive"]]
     useful = [n for n in alive if n["Resources"].get("CPU", 0) or n["Resources"].get("GPU", 0)]
-    return Session(is_local=is_local, num_nodes=len(useful), notes=notes)
+    return Session(
+        is_local=is_local,
+        num_nodes=len(useful),
+        is_copied=bool(ray.get_runtime_context().runtime_env.get("working_dir")),
+        notes=notes,
+    )
+
+
+def variables_for_workers(spec: JobSpec) -> dict[str, str]:
+    """What workers need in their environment and a submitted job does not give them yet.
+
+    Ray refuses to connect when a variable is given both by the job and here, equal or not.
+
+    Raises:
+        InputError: the job's value is another one than the numerics need.
+    """
+    given = _of_the_job()
+    needed = numerics.environment(spec)
+    wrong = [
+        f"{name}={given[name]!r} against {value!r}"
+        for name, value in needed.items()
+        if given.get(name, value) != value
+    ]
+    if wrong:
+        raise InputError(
+            "the submitted job's runtime environment sets variables to other values than this "
+            f"run's numerics need: {'; '.join(wrong)}. Take them out of env_vars of the "
+            "--runtime-env, or change the job (threads, numerics.cpu_capability)"
+        )
+    wanted = {**needed, **TRAIN_ENVIRONMENT}
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def _of_the_job() -> dict[str, str]:
+    """`env_vars` of the runtime environment with which this process was submitted as a job."""
+    text = os.environ.get(Env.RAY_JOB_CONFIG)
+    if not text or os.environ.get(Env.RAY_OVERRIDE_JOB_RUNTIME_ENV) == "1":
+        return {}
+    runtime_env = json.loads(text).get("runtime_env") or {}
+    return dict(runtime_env.get("env_vars") or {})
 
 
 def _in_runtime_env(name: str) -> bool:

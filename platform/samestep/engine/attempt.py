@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from samestep.checkpoint.state import check_encodable, collect
 from samestep.checkpoint.storage import Storage
@@ -42,6 +43,7 @@ from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Link, Target
+from samestep.telemetry.logs import WorkerFiles
 from samestep.workload import load_workload
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,9 @@ class Place:
         search: folders in which the workload's module is looked for.
         run_uri: the run directory.
         target: the run's recorder.
+        files: what the worker may write beside the run's own; None: nothing.
+        on_finished: called once in worker 0 with the final model, a call that uses it once, and
+            the file of the workload; must not raise.
     """
 
     mode: str
@@ -71,6 +76,8 @@ class Place:
     search: list[Path]
     run_uri: str
     target: Target
+    files: WorkerFiles | None = None
+    on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None = None
 
 
 def run_attempt(spec: JobSpec, place: Place) -> bool:
@@ -122,7 +129,11 @@ class _Attempt:
         fingerprint = numerics.fingerprint(spec, device.type)
         mixed = compare_fingerprints(spec, peers, fingerprint)
         require_shared_storage(self._run, peers)
-        built = build(spec, load_workload(spec.workload, spec.args, place.search), device)
+        output_folder = place.files.output_folder if place.files is not None else None
+        workload = load_workload(
+            spec.workload, spec.args, place.search, output_folder=output_folder
+        )
+        built = build(spec, workload, device)
         check_encodable(built.parts)
         saved = Resumption(
             spec, run=self._run, peers=peers, target=place.target, attempt=self._attempt
@@ -155,9 +166,7 @@ class _Attempt:
         )
         self._engine = exact
         state = live_digest(collect(built.parts, step=saved.step, extras={}).tensors)
-        formed = compare_canary(
-            spec, exact, peers, built.order, self._feed.take_apart, state
-        )
+        formed = compare_canary(spec, exact, peers, built.order, self._feed.take_apart, state)
         exact.nominal_weight = nominal_weight(
             saved.nominal_weight or spec.nominal_weight, formed.canary, exact.nominal_weight
         )
@@ -186,6 +195,7 @@ class _Attempt:
             start=replace(saved, nominal_weight=exact.nominal_weight),
             numerics=fingerprint,
             on_step=self._at,
+            on_finished=place.on_finished,
         ).train()
 
     def close(self) -> None:
@@ -226,6 +236,9 @@ class _Attempt:
             message=message,
             traceback=text,
         )
+        # A UserCodeError tells the user's traceback itself.
+        told = message if isinstance(error, UserCodeError) else text
+        self._note(f"failed at step {self._step}\n{told}")
         status = int(error.exit_status) if isinstance(error, SamestepError) else 1
         target = self._place.target
         if self._link is not None:
@@ -233,7 +246,8 @@ class _Attempt:
                 self._link.flush(FLUSH_S)
             except SamestepError as late:
                 logger.warning("attempt=%s flush before failing: %s", self._attempt, late)
-        if _incident_kind(error) is not IncidentKind.DIVERGENCE or self._link is None or self._link.divergence is None:
+        diverged = _incident_kind(error) is IncidentKind.DIVERGENCE
+        if not (diverged and self._link is not None and self._link.divergence is not None):
             target.call("record_incident", self._attempt, incident.to_json())
         target.call("fail", self._attempt, f"{kind}:{status}", message)
 
@@ -280,14 +294,15 @@ class _Attempt:
             self._link = Link(self._place.target, self._attempt, "0")
             if initial is not None:
                 self._place.target.call("say", initial.note)
-        logger.debug(
-            "attempt=%s step=%s world_rank=%s world_size=%s mode=%s begins",
-            self._attempt,
-            saved.step,
-            self._peers.world_rank,
-            self._peers.world_size,
-            self._place.mode,
+        self._note(
+            f"attempt {self._attempt} begins at step {saved.step}: worker "
+            f"{self._peers.world_rank} of {self._peers.world_size}, mode {self._place.mode}"
         )
+
+    def _note(self, line: str) -> None:
+        """Into the worker's log alone: users are told by the recorder."""
+        if self._place.files is not None:
+            self._place.files.note(line)
 
 
 def verdict_outcome(verdict: dict[str, Any] | None) -> tuple[int, str] | None:
@@ -312,5 +327,3 @@ def _incident_kind(error: Exception) -> IncidentKind:
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:
     return loss
-
-

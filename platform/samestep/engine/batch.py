@@ -112,8 +112,7 @@ def check_batch(
         if declared is None:
             continue
         fits = len(declared) == tensor.ndim and all(
-            want is None or want == have
-            for want, have in zip(declared, tensor.shape, strict=False)
+            want is None or want == have for want, have in zip(declared, tensor.shape, strict=False)
         )
         if not fits:
             raise WorkloadError(

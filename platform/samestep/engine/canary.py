@@ -138,9 +138,7 @@ def nominal_weight(given: float | None, canary: ShardResult, num_samples: float)
     )
 
 
-def _probe_smallest(
-    engine: StepEngine, order: Order, take: TakeApart, plan: ShardPlan
-) -> None:
+def _probe_smallest(engine: StepEngine, order: Order, take: TakeApart, plan: ShardPlan) -> None:
     """Computes a shard of the smallest size of the epoch, where it is another size."""
     smallest = min(order.shard_sizes())
     if smallest < len(plan.ids):

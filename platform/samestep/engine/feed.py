@@ -20,7 +20,7 @@ from samestep.engine.batch import Signature, check_batch, signature, to_device
 from samestep.errors import PeerLostError, UserCodeError, WorkloadError
 from samestep.exact.order import Order, ShardPlan
 from samestep.exact.seeds import Purpose, seed_everything
-from samestep.workload import Workload
+from samestep.workload import Workload, advice_for
 
 PREFETCH_BATCHES = 4
 
@@ -72,7 +72,8 @@ class Fetcher(Dataset[Fetched]):
             return Fetched(batch=self._workload.collate(samples))
         except Exception as error:  # the user's own code: told whole, in whichever process
             text = "".join(traceback.format_exception(error))
-            return Fetched(error=f"{what} raised {type(error).__name__}: {error}\n{text}")
+            kind = type(error).__name__
+            return Fetched(error=f"{what} raised {kind}: {error}\n{advice_for(error)}{text}")
         finally:
             if threads != 1:
                 torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from samestep.errors import NotExactError, SamestepError, UserCodeError, WorkloadError
 from samestep.exact.seeds import Purpose, seed_everything
 from samestep.spec import JobSpec
-from samestep.workload import Loss, Workload
+from samestep.workload import Loss, Workload, advice_for
 
 AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -174,7 +174,8 @@ def told(error: Exception, what: str) -> SamestepError:
             "compiled gives other bits: pad batches to a few shapes, or raise the limit with "
             f"model.compile(dynamic=False, recompile_limit=N)\n{text}"
         )
-    return UserCodeError(f"{what} raised {type(error).__name__}: {error}\n{text}")
+    kind = type(error).__name__
+    return UserCodeError(f"{what} raised {kind}: {error}\n{advice_for(error)}{text}")
 
 
 def refuse_inexact(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -192,9 +193,7 @@ def refuse_inexact(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 "workers: use BatchNorm (its batch is the shard), GroupNorm or LayerNorm"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise NotExactError(
-                f"module {name} makes sparse gradients: build it with sparse=False"
-            )
+            raise NotExactError(f"module {name} makes sparse gradients: build it with sparse=False")
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise NotExactError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def cut(num_samples: int, num_parts: int) -> list[range]:
     """
     base, extra = divmod(num_samples, num_parts)
     bounds = [part * base + min(part, extra) for part in range(num_parts + 1)]
-    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
 class Order:

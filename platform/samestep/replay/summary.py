@@ -89,9 +89,9 @@ class RunSummary:
             "best": self._best_json(),
             "torn": list(self.torn),
         }
-        plain = _plain(data)
-        assert isinstance(plain, dict)
-        return plain
+        made = plain(data)
+        assert isinstance(made, dict)
+        return made
 
     def _best_json(self) -> dict[str, Any] | None:
         ranking = self.latest.ranking if self.latest is not None else None
@@ -169,11 +169,12 @@ def _attempt_json(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The value as JSON has it; a float that JSON can't hold becomes its name."""
     if isinstance(value, float) and not math.isfinite(value):
         return canonical_float_hex(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -69,9 +69,14 @@ class Holder:
         """
         if self.released:
             return False
-        if self.machine != _machine():
+        if not self.is_local:
             return True
         return _process_start(self.pid) == self.started
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a process of this machine, so that `alive` is certain."""
+        return self.machine == _machine()
 
     @property
     def where(self) -> str:

@@ -17,6 +17,7 @@ from samestep import (
     RunConflictError,
     SpecError,
     StorageError,
+    load_weights,
     parse_spec,
     train,
 )
@@ -244,6 +245,20 @@ def test_relative_storage_is_refused_inside_a_submitted_job(
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with pytest.raises(StorageError, match=r"storage './runs' is relative"):
         train(make_spec(storage="./runs"), search=[folder])
+
+
+def test_a_workload_of_the_same_name_in_another_folder_is_another_workload(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    first = train(make_spec(epochs=1), name="first", search=[folder])
+    (folder / "other").mkdir()
+    (folder / "other/line.py").write_text(WORKLOAD.replace("Linear(2, 4)", "Linear(2, 3)"))
+    (folder / "other/line.py").write_text(
+        (folder / "other/line.py").read_text().replace("Linear(4, 1)", "Linear(3, 1)")
+    )
+    second = train(make_spec(epochs=1), name="second", search=[folder / "other"])
+    assert load_weights(first.run)["0.weight"].shape == (4, 2)
+    assert load_weights(second.run)["0.weight"].shape == (3, 2)
 
 
 def test_what_a_workload_draws_does_not_touch_the_callers_generators(

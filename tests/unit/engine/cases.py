@@ -414,7 +414,7 @@ class Wide(Base):
 
 
 class Quiet(Base):
-    """All gradients of step 1 are -0.0 or absent, and the optimizer shows which."""
+    """All gradients are -0.0 or absent, and the optimizer tells -0.0 from +0.0."""
 
     def net(self) -> nn.Module:
         net = nn.Linear(6, 1, bias=False)
@@ -422,7 +422,7 @@ class Quiet(Base):
         return net
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
-        return (model(batch[0].abs()) * -0.0).mean()
+        return (model.weight * -0.0).sum()  # type: ignore[operator]
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return SignSgd(model.parameters(), lr=0.1)

@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt, fused, tokens": spec_of(
         "CharGpt", args={"optimizer": "fused", "by_tokens": True}, clip_norm=0.3, shards=8
     ),
+    "gpt, tokens": spec_of("CharGpt", args={"by_tokens": True}, nominal_weight=11.0, shards=6),
     "gpt, bf16": spec_of("CharGpt", args={"optimizer": "fused"}, precision="bf16", clip_norm=1.0),
     "gpt, 2 threads": spec_of("CharGpt", args={"optimizer": "adamw"}, threads=2, clip_norm=0.5),
     "fp16": spec_of("Half", precision="fp16", scaler=FP16, clip_norm=5.0),
@@ -29,9 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "12 shards": spec_of("Mlp", shards=12, batch_size=17, clip_norm=0.1),
     "empty last shards": spec_of("Mlp", shards=8, batch_size=10, args={"size": 23}),
     "idle worker": spec_of("Conv", shards=4, batch_size=8, args={"size": 17, "noisy": True}),
-    "fp16, idle worker": spec_of(
-        "Half", batch_size=8, precision="fp16", scaler=FP16, args={"size": 17}
-    ),
+    "fp16, idle worker": spec_of("Half", precision="fp16", scaler=FP16, args={"size": 3}),
     "loader processes": spec_of("Noisy", shards=6, loader_processes=2, args={"noisy": True}),
     "loader processes, 2 threads": spec_of("Summing", threads=2, loader_processes=2),
     "nothing in a step": spec_of("Weightless", batch_size=8, args={"size": 24, "num_masked": 8}),

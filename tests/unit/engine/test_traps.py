@@ -5,8 +5,11 @@ The matrix holds most of them too, but does not say which one it was.
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +26,12 @@ from samestep.engine.batch import to_device
 from samestep.engine.buckets import Buckets, layout_buckets, trainable
 from samestep.engine.buffers import BufferKeeper
 from samestep.engine.exchange import OneProcess
-from samestep.engine.feed import Fetcher
+from samestep.engine.feed import Feed, Fetcher
 from samestep.engine.peers import Peers
 from samestep.engine.shard import forward_shard
 from samestep.engine.update import apply_update, global_norm, make_scaler
 from samestep.exact.numerics import GlobalsKept, pin
-from samestep.exact.order import ShardPlan
+from samestep.exact.order import Order, ShardPlan
 from samestep.exact.seeds import global_generators_kept
 from samestep.exact.tree import local_plan
 
@@ -203,6 +206,40 @@ def test_transforms_are_keyed_by_position_and_not_by_sample() -> None:
     assert not torch.equal(x[0], x[1])
     again, _ = fetcher[plan_of(5, start=1)].batch
     assert torch.equal(again[0], x[1])
+
+
+class Inherited:
+    """Garbage of the process that made it; notes where it is destroyed."""
+
+    def __init__(self, note: Path) -> None:
+        self.note, self.pid, self.me = note, os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.pid:
+            self.note.touch()
+
+
+class Collecting(Rows):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_loader_processes_do_not_destroy_what_they_inherited(tmp_path: Path) -> None:
+    order = Order(dataset_size=4, batch_size=4, shards=1, drop_last=False, seed=0)
+    gc.disable()
+    try:
+        Inherited(tmp_path / "destroyed elsewhere")
+        feed = Feed(
+            workload=Base(), dataset=Collecting(4, (2,)), order=order, turns=[0], seed=0,
+            start_step=0, end_step=1, loader_processes=1, pin_memory=False,
+        )  # fmt: skip
+        x, _ = feed.take(order.shards_of(0)[0], CPU)
+        feed.close()
+    finally:
+        gc.enable()
+    assert x.shape == (4, 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 5])

@@ -1,0 +1,162 @@
+"""Evaluating a checkpoint again: in one process, and against what the ledger says of that step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from samestep.checkpoint.reading import list_checkpoints, load_checkpoint
+from samestep.checkpoint.state import restore
+from samestep.checkpoint.storage import Storage
+from samestep.engine.peers import Peers
+from samestep.engine.setup import build
+from samestep.errors import CheckpointError, InputError, WorkloadError
+from samestep.exact import numerics
+from samestep.exact.seeds import global_generators_kept
+from samestep.names import Event
+from samestep.spec import JobSpec
+from samestep.telemetry.identity import read_spec
+from samestep.telemetry.ledger import events
+from samestep.telemetry.records import TOLERANCE, differing_metrics
+from samestep.workload import load_workload
+
+LATEST = "latest"
+BEST = "best"
+
+
+class Agreement(StrEnum):
+    """How an evaluation stands to the ledger's of the same step."""
+
+    EQUAL = "equal"
+    WITHIN_TOLERANCE = "within_tolerance"
+    DIFFERENT = "different"
+    NOT_IN_LEDGER = "not_in_ledger"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What came out of evaluating a checkpoint.
+
+    Attributes:
+        step: steps taken before the checkpoint.
+        metrics: by name, over all evaluation samples.
+        num_samples: size of the evaluation data.
+        digest: of the checkpoint.
+        agreement: with the ledger.
+        differences: lines `metrics.name: in the ledger against now`, bit for bit.
+        numerics: lines telling how the numerics differ from those of the checkpoint.
+        tolerance: what the metrics were held to where numerics differ, else None.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    num_samples: int
+    digest: str
+    agreement: Agreement
+    differences: tuple[str, ...]
+    numerics: tuple[str, ...]
+    tolerance: float | None
+
+
+def choose_checkpoint(run: Storage, which: str) -> int:
+    """The step of a checkpoint that is meant by `latest`, `best` or a number of steps.
+
+    Raises:
+        InputError: it is none of these.
+        CheckpointError: the run has no such checkpoint; names those it has.
+    """
+    whole = [info.step for info in list_checkpoints(run) if info.whole]
+    has = f"it has whole ones after {', '.join(map(str, whole))} steps" if whole else "it has none"
+    if which == LATEST:
+        if not whole:
+            raise CheckpointError(f"{run.uri} has no whole checkpoint")
+        return whole[-1]
+    if which == BEST:
+        raise CheckpointError(
+            f"{run.uri} marks no checkpoint as its best; {has}: give latest or one of these steps"
+        )
+    if not which.isascii() or not which.isdigit():
+        raise InputError(f"a checkpoint is latest, best or a number of steps; got {which!r}")
+    if int(which) not in whole:
+        raise CheckpointError(f"{run.uri} has no checkpoint after {int(which)} steps; {has}")
+    return int(which)
+
+
+def search_folders(run: Storage) -> list[Path]:
+    """Where the run's last attempt found its workload, as far as that is still there."""
+    started = events(run, Event.ATTEMPT_STARTED)
+    told = started[-1].fields.get("search", []) if started else []
+    return [Path(folder) for folder in told if Path(folder).is_dir()]
+
+
+def evaluate_checkpoint(run: Storage, step: int, *, search: Sequence[Path]) -> Evaluated:
+    """Builds the workload, restores a checkpoint into it, and evaluates it in this process.
+
+    Settings of torch and the random generators are put back afterwards.
+
+    Args:
+        run: the run directory.
+        step: of the checkpoint.
+        search: folders in which the workload's module is looked for.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit the workload.
+        WorkloadError: the workload can't be loaded, or has no evaluation.
+        UserCodeError: the workload raised.
+    """
+    spec = read_spec(run)
+    device = _device(spec)
+    state, manifest = load_checkpoint(run, step)
+    with numerics.GlobalsKept(), global_generators_kept():
+        numerics.pin(spec)
+        fingerprint = numerics.fingerprint(spec, device.type)
+        built = build(spec, load_workload(spec.workload, spec.args, list(search)), device)
+        if built.evaluation is None:
+            raise WorkloadError(
+                f"workload {spec.workload!r} has no evaluation: its evaluation_data() returns None"
+            )
+        restore(state, built.parts)
+        metrics = built.evaluation.run(built.parts.model, Peers(None), step=step, device=device)
+    apart = numerics.differences(manifest.meta.numerics, fingerprint)
+    tolerance = TOLERANCE[spec.precision] if apart else None
+    agreement, found = _against_ledger(run, step, metrics, tolerance)
+    return Evaluated(
+        step=step,
+        metrics=metrics,
+        num_samples=built.evaluation.size,
+        digest=manifest.digest,
+        agreement=agreement,
+        differences=tuple(found),
+        numerics=tuple(apart),
+        tolerance=tolerance,
+    )
+
+
+def _device(spec: JobSpec) -> torch.device:
+    if not spec.resources.gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError(
+            "the run was trained on a GPU (resources.gpu is 1), and there is none here: evaluate "
+            "on a machine with one"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _against_ledger(
+    run: Storage, step: int, metrics: dict[str, float], tolerance: float | None
+) -> tuple[Agreement, list[str]]:
+    recorded = [event.fields for event in events(run, Event.EVALUATION) if event.step == step]
+    if not recorded:
+        return Agreement.NOT_IN_LEDGER, []
+    before = recorded[-1]["metrics"]
+    found = differing_metrics(before, metrics)
+    if not found:
+        return Agreement.EQUAL, []
+    if tolerance is not None and not differing_metrics(before, metrics, tolerance=tolerance):
+        return Agreement.WITHIN_TOLERANCE, found
+    return Agreement.DIFFERENT, found
