@@ -38,6 +38,7 @@ class Terminal:
         self._stdout = stdout or sys.stdout
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(POLL_S)
+        self._server.settimeout(POLL_S)
         self._closing = threading.Event()
         self._open = threading.Event()
         self.address = Address(
@@ -149,25 +150,26 @@ class _Wire:
 
     def close(self) -> None:
         """Gives the terminal back."""
-        if self._files is not None:
-            connection, reader, writer = self._files
-            self._files = None
-            for file in (writer, reader):
+        if self._ends is not None:
+            connection, reader, writer = self._ends
+            self._ends = None
+            for end in (writer, reader):
                 with contextlib.suppress(OSError):
-                    file.close()
+                    end.close()
             connection.close()
 
     def _dialled(self) -> tuple[socket.socket, TextIO, TextIO]:
-        if self._files is None:
+        if self._ends is None:
             connection = socket.create_connection(
                 ("127.0.0.1", self._address.port), timeout=HELLO_TIMEOUT_S
             )
             connection.settimeout(None)
             connection.sendall(self._address.secret.encode() + b"\n")
-            # Two files: one for both would throw away what it has read ahead when it writes.
+            # Two files: one for both ways forgets, at each write, what it has read ahead.
             reader = connection.makefile("r", encoding="utf-8")
-            self._files = (connection, reader, connection.makefile("w", encoding="utf-8"))
-        return self._files
+            writer = connection.makefile("w", encoding="utf-8")
+            self._ends = (connection, reader, writer)
+        return self._ends
 
 
 class RemotePdb(pdb.Pdb):
