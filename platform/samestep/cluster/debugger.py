@@ -38,7 +38,6 @@ class Terminal:
         self._stdout = stdout or sys.stdout
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(POLL_S)
-        self._server.settimeout(POLL_S)
         self._closing = threading.Event()
         self._open = threading.Event()
         self.address = Address(
@@ -150,26 +149,25 @@ class _Wire:
 
     def close(self) -> None:
         """Gives the terminal back."""
-        if self._ends is not None:
-            connection, reader, writer = self._ends
-            self._ends = None
-            for end in (writer, reader):
+        if self._files is not None:
+            connection, reader, writer = self._files
+            self._files = None
+            for file in (writer, reader):
                 with contextlib.suppress(OSError):
-                    end.close()
+                    file.close()
             connection.close()
 
     def _dialled(self) -> tuple[socket.socket, TextIO, TextIO]:
-        if self._ends is None:
+        if self._files is None:
             connection = socket.create_connection(
                 ("127.0.0.1", self._address.port), timeout=HELLO_TIMEOUT_S
             )
             connection.settimeout(None)
             connection.sendall(self._address.secret.encode() + b"\n")
-            # Two files: one for both ways forgets, at each write, what it has read ahead.
+            # Two files: one for both would throw away what it has read ahead when it writes.
             reader = connection.makefile("r", encoding="utf-8")
-            writer = connection.makefile("w", encoding="utf-8")
-            self._ends = (connection, reader, writer)
-        return self._ends
+            self._files = (connection, reader, connection.makefile("w", encoding="utf-8"))
+        return self._files
 
 
 class RemotePdb(pdb.Pdb):
