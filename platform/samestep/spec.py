@@ -27,6 +27,7 @@ from pydantic import (
 from samestep import yaml12
 from samestep.errors import SpecError
 from samestep.spec_part import BITS, FREE, Part
+from samestep.spec_telemetry import Metrics, Tracking
 from samestep.spec_training import (
     Checkpoint,
     EarlyStop,
@@ -263,6 +264,8 @@ class JobSpec(Part):
     )
     faults: Faults = Field(default_factory=Faults, json_schema_extra=FREE)
     numerics: Numerics = Field(default_factory=Numerics, json_schema_extra=BITS)
+    tracking: Tracking = Field(default_factory=Tracking, json_schema_extra=FREE)
+    metrics: Metrics = Field(default_factory=Metrics, json_schema_extra=FREE)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

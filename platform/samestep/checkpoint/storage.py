@@ -126,6 +126,17 @@ class Storage:
                 names = [info.base_name for info in self.filesystem.get_file_info(selector)]
         return sorted(child for child in names if not _is_temporary(child))
 
+    def walk(self, name: str) -> Names:
+        """Sorted names, from this folder on, of all files below a folder; empty without one."""
+        path = self._path(name)
+        with _explained("list", path):
+            if self.is_local:
+                found = [str(file) for file in Path(path).rglob("*") if file.is_file()]
+            else:
+                found = self._files_below(path) if self.exists(name) else []
+        names = (file.removeprefix(self.root).lstrip("/") for file in found)
+        return sorted(file for file in names if not _is_temporary(file.rpartition("/")[2]))
+
     def read(self, name: str) -> bytes:
         """The whole file."""
         path = self._path(name)
@@ -134,6 +145,19 @@ class Storage:
                 return Path(path).read_bytes()
             with self.filesystem.open_input_stream(path) as stream:
                 data: bytes = stream.read()
+                return data
+
+    def read_part(self, name: str, start_bytes: int, max_bytes: int) -> bytes:
+        """What a file holds from `start_bytes` on, at most `max_bytes` of it."""
+        path = self._path(name)
+        with _explained("read", path):
+            if self.is_local:
+                with open(path, "rb") as file:
+                    file.seek(start_bytes)
+                    return file.read(max_bytes)
+            with self.filesystem.open_input_file(path) as stream:
+                stream.seek(start_bytes)
+                data: bytes = stream.read(max_bytes)
                 return data
 
     def write(self, name: str, data: bytes | memoryview) -> None:

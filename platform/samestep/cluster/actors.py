@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -10,6 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from samestep.errors import RecorderError, SamestepError
+from samestep.telemetry.sinks import SinkPlan, open_recorder
 
 NAMESPACE: Final = "samestep"
 CALL_TIMEOUT_S: Final = 60.0
@@ -24,8 +26,8 @@ class RecorderHost:
     again and goes on.
     """
 
-    def __init__(self, run_uri: str, run: str, spec_yaml: str) -> None:
-        self._arguments = (run_uri, run, spec_yaml)
+    def __init__(self, plan: SinkPlan, run_uri: str, run: str, spec_yaml: str) -> None:
+        self._arguments = (plan, run_uri, run, spec_yaml)
         self._recorder: Any = None
         self._lock = threading.Lock()
 
@@ -33,10 +35,15 @@ class RecorderHost:
         """Calls a method of the recorder."""
         with self._lock:
             if self._recorder is None:
-                from samestep.telemetry.recorder import Recorder
-
-                run_uri, run, spec_yaml = self._arguments
-                self._recorder = Recorder(run_uri, run=run, spec_yaml=spec_yaml)
+                plan, run_uri, run, spec_yaml = self._arguments
+                os.environ.update(plan.environment)
+                self._recorder = open_recorder(
+                    plan,
+                    run_uri,
+                    run=run,
+                    spec_yaml=spec_yaml,
+                    returning=ray.get_runtime_context().was_current_actor_reconstructed,
+                )
             return getattr(self._recorder, method)(*args)
 
 
@@ -64,7 +71,7 @@ class RayTarget:
             raise ConnectionError(f"the recorder is away: {error}") from error
 
 
-def start_recorder(run_uri: str, run: str, spec_yaml: str) -> tuple[Any, RayTarget]:
+def start_recorder(plan: SinkPlan, run_uri: str, run: str, spec_yaml: str) -> tuple[Any, RayTarget]:
     """Starts the run's recorder on this node and opens the run.
 
     Raises:
@@ -79,7 +86,7 @@ def start_recorder(run_uri: str, run: str, spec_yaml: str) -> tuple[Any, RayTarg
             max_restarts=MAX_RESTARTS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         )
-        .remote(run_uri, run, spec_yaml)
+        .remote(plan, run_uri, run, spec_yaml)
     )
     target = RayTarget(actor)
     try:

@@ -6,6 +6,7 @@ For debugging on a single node: no process group, one process, breakpoints work.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -36,6 +37,7 @@ class Trainer:
 
         from samestep.engine.attempt import Place, run_attempt
         from samestep.engine.peers import Peers
+        from samestep.telemetry.mlflow_model import model_keeper
 
         spec: JobSpec = parse_spec(yaml.safe_load(config["spec"]))
         devices = [torch.device("cpu")]
@@ -60,6 +62,11 @@ class Trainer:
                 files=desk.files,
                 run_uri=config["run_uri"],
                 target=target,
+                on_finished=(
+                    model_keeper(config["run_uri"], partial(target.call, "say"))
+                    if config["tracked"]
+                    else None
+                ),
             ),
         )
 
@@ -87,6 +94,7 @@ def run(
         "folders": Folders.of_command(order.search, is_copied=session.is_copied),
         "target": target,
         "terminal": terminal.address,
+        "tracked": order.plan.tracking_uri is not None,
     }
     failure = None
     for _ in range(spec.faults.retries.infrastructure + 1):

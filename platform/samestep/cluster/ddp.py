@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -41,6 +42,7 @@ def fit(order: Order, session: Session, target: RayTarget) -> str | None:
             "run_uri": order.run_uri,
             "folders": Folders.of_command(order.search, is_copied=session.is_copied),
             "target": target,
+            "tracked": order.plan.tracking_uri is not None,
         },
         torch_config=TorchConfig(
             backend="nccl" if spec.resources.gpu else "gloo",
@@ -86,6 +88,7 @@ def _attempt(config: dict[str, Any], desk: Desk) -> bool:
 
     from samestep.engine.attempt import Place, run_attempt
     from samestep.engine.peers import Peers
+    from samestep.telemetry.mlflow_model import model_keeper
 
     spec: JobSpec = parse_spec(yaml.safe_load(config["spec"]))
     # A gloo group of our own with a timeout of its own: new_group ignores the one given to init.
@@ -100,5 +103,10 @@ def _attempt(config: dict[str, Any], desk: Desk) -> bool:
         files=desk.files,
         run_uri=config["run_uri"],
         target=config["target"],
+        on_finished=(
+            model_keeper(config["run_uri"], partial(config["target"].call, "say"))
+            if config["tracked"]
+            else None
+        ),
     )
     return run_attempt(spec, place)

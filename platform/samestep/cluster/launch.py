@@ -12,12 +12,13 @@ from typing import Any
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import ExitStatus, RunConflictError, SpecError, StorageError
-from samestep.names import Env, RunState
+from samestep.names import SPEC_FILE, Env, RunState
 from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields
 from samestep.spec_training import source_uri
 from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.link import Target
+from samestep.telemetry.sinks import SinkPlan, deliver_rest, plan_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Order:
         run_uri: the run directory.
         search: folders in which the workload's module is looked for.
         no_fallback: mode or workers were asked for, so `auto` must not fall back.
+        plan: where else the run is shown.
     """
 
     spec: JobSpec
@@ -69,6 +71,7 @@ class Order:
     run_uri: str
     search: tuple[Path, ...]
     no_fallback: bool
+    plan: SinkPlan
 
 
 def train(
@@ -116,10 +119,21 @@ def train(
             return followed
     if restart and run.list():
         _set_aside(run, name, spec)
+    plan = plan_sinks(spec, run.uri, workload_folder=search[0])
     finished = _finished(run, name, spec)
     if finished is not None:
+        late = deliver_rest(plan, run.uri, run=name, spec_yaml=run.read(SPEC_FILE).decode())
+        for line in late:
+            logger.info("run=%s %s", name, line)
         return finished
-    order = Order(spec=spec, name=name, run_uri=run.uri, search=search, no_fallback=no_fallback)
+    order = Order(
+        spec=spec,
+        name=name,
+        run_uri=run.uri,
+        search=search,
+        no_fallback=no_fallback,
+        plan=plan,
+    )
     if spec.mode is Mode.LOCAL:
         from samestep.cluster.local import run_local
 
@@ -217,8 +231,6 @@ def _outcome(run: Storage, name: str, result: dict[str, Any]) -> Outcome:
 
 
 def _refuse_other_job(run: Storage, spec: JobSpec, restart: bool) -> None:
-    from samestep.names import SPEC_FILE
-
     if restart or not run.exists(SPEC_FILE):
         return
     found = differing_fields(read_spec(run), spec)
@@ -233,8 +245,6 @@ def _refuse_other_job(run: Storage, spec: JobSpec, restart: bool) -> None:
 
 def _finished(run: Storage, name: str, spec: JobSpec) -> Outcome | None:
     """The outcome of a run that has nothing left to do under this spec."""
-    from samestep.names import SPEC_FILE
-
     result = read_result(run)
     if result is None or result["status"] != RunState.DONE or not run.exists(SPEC_FILE):
         return None

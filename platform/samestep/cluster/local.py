@@ -11,6 +11,7 @@ from samestep.cluster.monitor import Monitor
 from samestep.exact import numerics
 from samestep.spec import dump_spec
 from samestep.telemetry.link import InProcess
+from samestep.telemetry.sinks import open_recorder
 
 if TYPE_CHECKING:
     from samestep.cluster.launch import Observer, Order
@@ -33,9 +34,9 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
     from samestep.engine.peers import Peers
     from samestep.exact.seeds import global_generators_kept
     from samestep.telemetry.logs import worker_files
-    from samestep.telemetry.recorder import Recorder
+    from samestep.telemetry.mlflow_model import model_keeper
 
-    recorder = Recorder(order.run_uri, run=order.name, spec_yaml=dump_spec(spec))
+    recorder = open_recorder(order.plan, order.run_uri, run=order.name, spec_yaml=dump_spec(spec))
     target = InProcess(recorder)
     for line in late:
         target.call("say", line)
@@ -59,8 +60,13 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
                 files=files,
                 run_uri=order.run_uri,
                 target=target,
+                on_finished=(
+                    model_keeper(order.run_uri, recorder.say) if order.plan.tracking_uri else None
+                ),
             )
             run_attempt(spec, place)
-            return finish_if_open(target, None)
+            result = finish_if_open(target, None)
+            recorder.drain()
+            return result
     finally:
         recorder.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.cluster.placement import settle_mode
 from samestep.cluster.ray_private import worker_output_to
 from samestep.cluster.session import Session, ray_session
+from samestep.errors import RecorderError
 from samestep.spec import Mode, dump_spec
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
         mode, why = settle_mode(spec, session, no_fallback=order.no_fallback)
         order = replace(order, spec=spec.model_copy(update={"mode": mode}))
         # The run keeps the spec as it was given; a mode that was settled here is no part of it.
-        actor, target = start_recorder(order.run_uri, order.name, dump_spec(spec))
+        actor, target = start_recorder(order.plan, order.run_uri, order.name, dump_spec(spec))
         try:
             for note in [*session.notes, *([why] if why else [])]:
                 target.call("say", note)
@@ -46,7 +48,11 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
                     with Terminal() as terminal:
                         failure = dataparallel.run(order, session, target, monitor, terminal)
             monitor.poll()
-            return finish_if_open(target, failure)
+            result = finish_if_open(target, failure)
+            with suppress(RecorderError, OSError):  # what is not delivered waits in the ledger
+                target.call("drain")
+            monitor.poll()
+            return result
         finally:
             close_recorder(actor, target)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from samestep.checkpoint.state import check_encodable, collect
 from samestep.checkpoint.storage import Storage
@@ -64,6 +65,8 @@ class Place:
         run_uri: the run directory.
         target: the run's recorder.
         files: what the worker may write beside the run's own; None: nothing.
+        on_finished: called once in worker 0 with the final model, a call that uses it once, and
+            the file of the workload; must not raise.
     """
 
     mode: str
@@ -74,6 +77,7 @@ class Place:
     run_uri: str
     target: Target
     files: WorkerFiles | None = None
+    on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None = None
 
 
 def run_attempt(spec: JobSpec, place: Place) -> bool:
@@ -191,6 +195,7 @@ class _Attempt:
             start=replace(saved, nominal_weight=exact.nominal_weight),
             numerics=fingerprint,
             on_step=self._at,
+            on_finished=place.on_finished,
         ).train()
 
     def close(self) -> None:

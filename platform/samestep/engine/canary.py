@@ -15,6 +15,7 @@ from samestep.engine.shard import ShardResult
 from samestep.engine.step import StepEngine
 from samestep.errors import (
     DivergenceError,
+    PeerLostError,
     RunConflictError,
     SamestepError,
     UserCodeError,
@@ -94,7 +95,7 @@ def compare_canary(
         raise failure
     for rank, other in enumerate(everyone):
         if "error" in other:
-            raise WorkloadError(f"worker {rank} could not compute the canary: {other['error']}")
+            raise PeerLostError(f"worker {rank} could not compute the canary: {other['error']}")
     for what in ("layout", "state", "samples"):
         odd = [rank for rank, other in enumerate(everyone) if other[what] != everyone[0][what]]
         if odd:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from samestep.checkpoint.manifest import CheckpointMeta
 from samestep.checkpoint.state import collect
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import write_files
 from samestep.engine.appraisal import Appraisal
+from samestep.engine.ema import averages_in
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.hooks import Hooks
@@ -55,7 +60,9 @@ class Loop:
         start: Saved,
         numerics: dict[str, Any],
         on_step: Callable[[int], None],
+        on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None,
     ) -> None:
+        self._on_finished = on_finished
         self._spec = spec
         self._built = built
         self._engine = engine
@@ -115,6 +122,13 @@ class Loop:
         reason = "stop"
         if done:
             reason = "early_stop" if self._step < self._built.end_step else "end"
+        if done and self._on_finished is not None:
+            file = getattr(sys.modules.get(type(self._built.workload).__module__), "__file__", None)
+            # The model that is kept is the one that is evaluated: the averages, where there are.
+            with averages_in(self._built.parts.model, self._built.parts.ema):
+                self._on_finished(
+                    self._built.parts.model, self._use_model, Path(file) if file else None
+                )
         self._target.call(
             "finish",
             self._attempt,
@@ -129,6 +143,17 @@ class Loop:
                 "message": (appraisal.stop_reason or "") if reason == "early_stop" else "",
             },
         )
+
+    def _use_model(self) -> None:
+        """Calls the model once, as an evaluation does; nothing where there is none."""
+        if self._built.evaluation is not None:
+            self._built.evaluation.run(
+                self._built.parts.model,
+                Peers(None),
+                step=self._step,
+                device=self._device,
+                max_batches=1,
+            )
 
     def _take_step(self) -> tuple[bool, Values]:
         spec, built, step = self._spec, self._built, self._step

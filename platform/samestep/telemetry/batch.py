@@ -26,6 +26,7 @@ class Batch:
         skip_through: (batch, place in it) of the sender's last line in the ledger.
         position: the attempt's position; after `judge`, the one that the batch leads to.
         redo: the part of the ledger that is gone through again.
+        time: seconds since the epoch at which it came in.
         lines: to be written.
         steps: new to this attempt, for display.
         events: to be written, for display.
@@ -41,6 +42,7 @@ class Batch:
     skip_through: tuple[int, int]
     position: Position
     redo: Redo
+    time: float
     lines: list[dict[str, Any]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
@@ -73,7 +75,7 @@ class Batch:
     def _step(self, place: int, record: StepRecord) -> None:
         if not self.position.admits(record.step, attempt=self.attempt):
             return
-        record = replace(record, attempt=self.attempt)
+        record = replace(record, attempt=self.attempt, time=self.time)
         judgement = self.redo.judge_step(record)
         if self._diverged(judgement, record.step):
             return

@@ -50,6 +50,8 @@ class Board:
             "incidents": 0,
             "redone": 0,
             "stop": None,
+            "mlflow": None,
+            "metrics_url": None,
         }
 
     @property

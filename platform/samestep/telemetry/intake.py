@@ -17,7 +17,7 @@ from samestep.telemetry.batch import Batch
 from samestep.telemetry.board import Board
 from samestep.telemetry.ledger import LedgerWriter
 from samestep.telemetry.past import Past, read_past
-from samestep.telemetry.records import TOLERANCE, EventRecord
+from samestep.telemetry.records import TOLERANCE, EventRecord, StepRecord
 from samestep.telemetry.redo import Position, Redo
 
 
@@ -30,6 +30,7 @@ class Intake:
         spec: the job; tells what steps taken again are held to.
         board: shown what was taken.
         clock: seconds since the epoch.
+        announce: told that the ledger may have grown, with the last step that came in, if any.
 
     Attributes:
         attempt: number of the present attempt; 0 before the first.
@@ -55,7 +56,9 @@ class Intake:
         spec: JobSpec,
         board: Board,
         clock: Callable[[], float],
+        announce: Callable[[StepRecord | None], None] = lambda latest: None,
     ) -> None:
+        self._announce = announce
         self._run = run
         self._spec = spec
         self._board = board
@@ -103,6 +106,7 @@ class Intake:
             skip_through=self._written.get(sender, (0, -1)),
             position=self._position,
             redo=self._redo,
+            time=self._clock(),
         )
         batch.judge(records)
         self._append(batch.lines)
@@ -112,6 +116,7 @@ class Intake:
         self._board.steps(batch.steps, num_again=len(batch.again))
         for event in batch.events:
             self._board.event(event)
+        self._announce(batch.steps[-1] if batch.steps else None)
         return batch
 
     def missing_before(self, step: int) -> int | None:
@@ -126,6 +131,7 @@ class Intake:
         )
         self._append([event.to_json()])
         self._board.event(event)
+        self._announce(None)
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         try:

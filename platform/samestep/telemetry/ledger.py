@@ -151,14 +151,19 @@ def _segment_lines(
                 "a copy, or start the run over under another name"
             ) from error
         if number == 1:
-            _check_header(f"{run.uri}/{name}", data)
+            check_header(f"{run.uri}/{name}", data)
         elif kind in (STEP, EVENT):
             yield data
         else:
             raise StorageError(f"{run.uri}/{name}: line {number} is of an unknown type {kind!r}")
 
 
-def _check_header(name: str, data: Mapping[str, Any]) -> None:
+def check_header(name: str, data: Mapping[str, Any]) -> None:
+    """Looks at the first line of a segment.
+
+    Raises:
+        StorageError: it is none, or of another format version.
+    """
     version = data.get("format")
     if data["type"] != HEADER or version != FORMAT:
         raise StorageError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from samestep.checkpoint.manifest import Manifest
@@ -27,7 +28,10 @@ from samestep.telemetry import identity
 from samestep.telemetry import lease as leases
 from samestep.telemetry.board import Board
 from samestep.telemetry.intake import Intake
+from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
 from samestep.telemetry.past import read_past
+from samestep.telemetry.records import StepRecord
+from samestep.telemetry.sink import RunInfo, Sink
 
 _ENDS: Final = (RunState.DONE, RunState.INTERRUPTED, RunState.FAILED)
 
@@ -43,8 +47,13 @@ class Recorder:
         spec_yaml: the job as `spec.dump_spec` writes it.
         lease: take the run's lease; False only where the caller holds it.
         clock: seconds since the epoch.
+        sinks: where else the run is shown; each works in a thread of its own until `close`.
+        about: facts about the run that only its launcher knows, for the sinks.
+        returning: the process of the recorder before died in mid-run: the sinks may warn, but
+            not refuse to start.
 
     Raises:
+        InputError: a sink refuses the start.
         RunInUseError: another live recorder holds the run.
         RunConflictError: the directory belongs to a job whose bits would be others.
     """
@@ -57,8 +66,12 @@ class Recorder:
         spec_yaml: str,
         lease: bool = True,
         clock: Callable[[], float] = time.time,
+        sinks: Sequence[Sink] = (),
+        about: Mapping[str, str] = MappingProxyType({}),
+        returning: bool = False,
     ) -> None:
         self._run = Storage.at(run_uri)
+        self._outlets: Outlets | None = None
         self._name = run
         self._clock = clock
         self._stop: str | None = None
@@ -72,8 +85,17 @@ class Recorder:
             identity.keep_spec(self._run, spec_yaml)
             self._board = Board(run, clock=clock)
             self._intake = Intake(
-                self._run, run_name=run, spec=spec, board=self._board, clock=clock
+                self._run,
+                run_name=run,
+                spec=spec,
+                board=self._board,
+                clock=clock,
+                announce=self._announce,
             )
+            info = RunInfo(
+                run=self._run, name=run, spec=spec, about=dict(about), returning=returning
+            )
+            self._outlets = Outlets(sinks, info)
         except BaseException:
             self.close()
             raise
@@ -144,6 +166,10 @@ class Recorder:
         """The present state as plain data; see `Board.status`. Never fails."""
         if self._lease is not None and self._lease.lost:
             self._board.set(state=str(RunState.FENCED))
+        if self._outlets:
+            self._board.set(**self._outlets.status())
+            for note in self._outlets.notes():
+                self._board.say(note)
         return self._board.status(since_message)
 
     def say(self, text: str) -> None:
@@ -151,7 +177,9 @@ class Recorder:
         self._board.say(text)
 
     def finish(self, attempt: int, result: Mapping[str, Any]) -> None:
-        """Ends the run: writes `result.json` and gives the lease back. Repeating it is harmless.
+        """Ends the run: writes `result.json`. Repeating it is harmless.
+
+        The lease is given back at once where there are no sinks, else by `close`.
 
         Args:
             attempt: the present attempt; 0 when it ended before this recorder began one.
@@ -172,7 +200,8 @@ class Recorder:
         )
         self._end = status
         self._board.set(state=status)
-        self.close()
+        if not self._outlets:  # else the run is held until its sinks have got everything
+            self.close()
 
     def fail(self, attempt: int, kind: str, message: str) -> None:
         """Notes that an attempt can't succeed; the first cause stays, later ones are echoes."""
@@ -195,8 +224,33 @@ class Recorder:
         """The run's result once `finish` has written it."""
         return identity.read_result(self._run) if self._end is not None else None
 
+    def drain(
+        self, timeout_s: float = DRAIN_S, failing_timeout_s: float = FAILING_DRAIN_S
+    ) -> list[str]:
+        """Waits until the sinks have got everything; returns the names of those that have not.
+
+        Args:
+            timeout_s: how long to wait for one that works.
+            failing_timeout_s: how long for one that can't be reached at present.
+        """
+        return self._outlets.drain(timeout_s, failing_timeout_s) if self._outlets else []
+
     def close(self) -> None:
-        """Gives the lease back without an end: the run can be resumed."""
+        """Gives the lease back, after the sinks got what they can take; may be repeated.
+
+        Without an end before, the run can be resumed.
+        """
+        if self._outlets:
+            lacking = self.drain()
+            if lacking:
+                logger.info(
+                    "run=%s closes before everything was delivered to %s; the records are in the "
+                    "ledger, and the next start of the run delivers them",
+                    self._name,
+                    ", ".join(lacking),
+                )
+            self.status()  # takes the sinks' last notes
+            self._outlets.close(CLOSE_S)
         if self._lease is not None:
             self._lease.release()
 
@@ -283,6 +337,10 @@ class Recorder:
         if not given.get("time"):
             given["time"] = self._clock()
         return self._write_incident(Incident.from_json(given))
+
+    def _announce(self, latest: StepRecord | None) -> None:
+        if self._outlets:
+            self._outlets.announce(latest)
 
     def _end_attempt(self, reason: str) -> None:
         fields: dict[str, Any] = {"reason": reason}

@@ -71,6 +71,7 @@ class StepRecord:
         state_digest: digest of the live state after the step, where one was taken.
         timing: seconds by name ("step_s", "data_wait_s"); never compared.
         attempt: the attempt that took the step; the recorder fills it in; never compared.
+        time: seconds since the epoch when the recorder took it in; never compared.
     """
 
     step: int
@@ -87,6 +88,7 @@ class StepRecord:
     state_digest: str | None = None
     timing: Mapping[str, float] = field(default_factory=dict)
     attempt: int | None = None
+    time: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON data."""
@@ -108,6 +110,8 @@ class StepRecord:
         }
         if self.attempt is not None:
             data["attempt"] = self.attempt
+        if self.time is not None:
+            data["time"] = self.time
         return data
 
     @classmethod
@@ -133,6 +137,7 @@ class StepRecord:
                 state_digest=data["state_digest"],
                 timing=data["timing"],
                 attempt=data.get("attempt"),
+                time=data.get("time"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(

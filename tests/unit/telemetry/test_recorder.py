@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_records_reach_the_ledger_before_they_are_acknowledged(
     assert ack == {"acknowledged": 1, "stop": False, "divergence": None, "refused": False}
     found = steps(run)
     assert list(found) == [0, 1, 2, 3, 4]
-    assert found[3] == make_step(3, attempt=1)
+    assert replace(found[3], time=None) == make_step(3, attempt=1)
 
 
 def test_a_batch_sent_twice_is_taken_once(run: Storage, recorder: Recorder, push: Any) -> None:

@@ -1,0 +1,55 @@
+"""The parts of the job spec about where a run can be watched; none decides bits."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from samestep.spec_part import FREE, Part
+
+
+class Tracking(Part):
+    """What goes to MLflow; training never waits for it."""
+
+    enabled: bool = Field(True, description="deliver the run to MLflow", json_schema_extra=FREE)
+    uri: str | None = Field(
+        None,
+        min_length=1,
+        description=(
+            "MLflow's tracking URI (http://, https://, sqlite:///, postgresql://); null: the "
+            "variable MLFLOW_TRACKING_URI, else mlflow.db in a local storage"
+        ),
+        json_schema_extra=FREE,
+    )
+    experiment: str = Field(
+        "samestep",
+        min_length=1,
+        max_length=256,
+        description="MLflow experiment; made where there is none",
+        json_schema_extra=FREE,
+    )
+    required: bool = Field(
+        False,
+        description="refuse to start while MLflow can't be reached; false: warn and go on",
+        json_schema_extra=FREE,
+    )
+
+
+class Metrics(Part):
+    """Where Prometheus finds the run's metrics."""
+
+    enabled: bool = Field(
+        True, description="serve metrics while the run lives", json_schema_extra=FREE
+    )
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="TCP port of the metrics page; 0: a free one, told at the start",
+        json_schema_extra=FREE,
+    )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="address to listen on; 0.0.0.0: all, where Prometheus is on another machine",
+        json_schema_extra=FREE,
+    )

@@ -1,0 +1,402 @@
+"""Delivers a run to MLflow: one MLflow run for all attempts, each point once.
+
+What is delivered, and how far, is kept in `mlflow.json` after each delivery. Whoever dies between
+a delivery and that note sends the same points again, with the same time: MLflow's databases store
+equal points once. So the ledger, the position and the times in it give each step one point,
+whatever happens to recorder, server or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from samestep.checkpoint.storage import Storage
+from samestep.errors import InputError, SamestepError
+from samestep.names import (
+    INCIDENT_FILE,
+    INCIDENTS_DIR,
+    MODEL_DIR,
+    NUMERICS_FILE,
+    PARAMS_ARTIFACT,
+    REQUIREMENTS_ARTIFACT,
+    SPEC_FILE,
+    TAG_SPEC_PREFIX,
+    THREAD_TRACKING_CHECK,
+    Event,
+    RunState,
+    Tag,
+)
+from samestep.spec import dump_spec
+from samestep.telemetry import provenance
+from samestep.telemetry.mlflow_client import MlflowRun, Point
+from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.telemetry.sink import RunInfo, StartOver
+from samestep.telemetry.spool import START, Line, Position
+from samestep.telemetry.tracking_file import (
+    Tracked,
+    tracked_for,
+    without_password,
+    write_tracked,
+)
+from samestep.telemetry.tracking_names import (
+    evaluation_metrics,
+    flatten,
+    step_metrics,
+    tracked_params,
+)
+
+INTERVAL_S: Final = 3.0
+REQUIRED_TIMEOUT_S: Final = 45.0
+STATUS: Final = {
+    RunState.DONE: "FINISHED",
+    RunState.FAILED: "FAILED",
+    RunState.INTERRUPTED: "KILLED",
+}
+RUNNING: Final = "RUNNING"
+
+logger = logging.getLogger(__name__)
+
+
+class TrackedRun(Protocol):
+    """What a delivery needs of `mlflow_client.MlflowRun`."""
+
+    run_id: str
+    status: str
+    params: dict[str, str]
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        """Stores values of metrics."""
+
+    def log_params(self, params: dict[str, str]) -> None:
+        """Stores parameters that are missing."""
+
+    def set_tags(self, tags: dict[str, str]) -> None:
+        """Sets tags."""
+
+    def set_status(self, status: str, time_ms: int) -> None:
+        """Sets the status."""
+
+    def log_file(self, name: str, data: bytes) -> None:
+        """Stores an artifact."""
+
+    def create_model(self, name: str, step: int) -> str:
+        """Makes room for a model; returns its id."""
+
+    def fill_model(self, model_id: str, folder: Path) -> None:
+        """Stores a model's files."""
+
+
+Connect = Callable[..., TrackedRun]
+
+
+@dataclass(kw_only=True)
+class _Delivery:
+    """What some lines amount to."""
+
+    tracked: Tracked
+    points: list[Point] = field(default_factory=list)
+    tags: dict[str, str] = field(default_factory=dict)
+    status: str | None = None
+    attempt_changed: bool = False
+
+
+class MlflowSink:
+    """A sink of the recorder, see `sink.Sink`.
+
+    Args:
+        uri: tracking URI.
+        experiment: name of the experiment.
+        artifact_root: where a new experiment keeps artifacts; None: where the server says.
+        required: refuse the start where MLflow can't be reached.
+        hint: a command that shows the run, for people; may be empty.
+        connect: makes the run in MLflow; tests give their own.
+    """
+
+    name = "mlflow"
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        experiment: str,
+        artifact_root: str | None = None,
+        required: bool = False,
+        hint: str = "",
+        connect: Connect = MlflowRun,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self.interval_s = interval_s
+        self._uri = uri
+        self._shown_uri = without_password(uri)
+        self._experiment = experiment
+        self._artifact_root = artifact_root
+        self._required = required
+        self._hint = hint
+        self._connect = connect
+        self._client: TrackedRun | None = None
+        self._up: bool | None = None  # until MLflow was first spoken to
+        self._files_failed = False
+        self._introduced = False
+
+    def started(self, info: RunInfo) -> Position:
+        """Reads how far the run was delivered; looks for the server only where it is required."""
+        self._info = info
+        self._run: Storage = info.run
+        self._tracked = tracked_for(info.run, self._uri, self._experiment)
+        if self._required and not info.returning:
+            self._check()
+        return self._tracked.position
+
+    def take(self, lines: Sequence[Line], *, more: bool) -> None:
+        """Delivers lines and notes it."""
+        if not lines:
+            return
+        try:
+            client = self._connected()
+            delivery = _Delivery(tracked=self._tracked)
+            for line in lines:
+                _add(delivery, line)
+            client.log_points(delivery.points)
+            if delivery.tags:
+                client.set_tags(delivery.tags)
+            if delivery.attempt_changed or delivery.status:
+                delivery.tracked = self._deliver_files(client, delivery.tracked)
+            if delivery.status in STATUS.values():
+                delivery.tracked = self._deliver_model(client, delivery.tracked)
+            if delivery.status and delivery.status != client.status:
+                client.set_status(delivery.status, delivery.tracked.time_ms)
+        except StartOver:
+            raise
+        except Exception:
+            self._up, self._client = False, None
+            raise
+        self._up = True
+        self._keep(delivery.tracked)
+
+    def live(self, record: StepRecord) -> None:
+        """Nothing: only what is in the ledger goes to MLflow."""
+
+    def status(self) -> dict[str, Any]:
+        """`mlflow`: where the run is, whether it takes what is delivered, and how far it is."""
+        return {
+            "mlflow": {
+                "uri": self._shown_uri,
+                "run_id": self._tracked.run_id,
+                "up": self._up,
+                "num_steps": self._tracked.next_step,
+            }
+        }
+
+    def explain(self, error: BaseException) -> str:
+        """What becomes of the records."""
+        reason = str(error).replace(self._uri, self._shown_uri)
+        return (
+            f"MLflow at {self._shown_uri} does not take records ({reason}); training goes on, the "
+            "records wait in the ledger and are delivered when it does"
+        )
+
+    def close(self) -> None:
+        """A run that was left without an end is marked as killed, until it goes on."""
+        if self._client is not None and self._up and self._client.status == RUNNING:
+            self._client.set_status("KILLED", self._tracked.time_ms)
+
+    def _check(self) -> None:
+        """Connects within a bounded time, whatever the server does."""
+        failure: list[BaseException] = [TimeoutError(f"no answer in {REQUIRED_TIMEOUT_S:.0f} s")]
+
+        def connect() -> None:
+            try:
+                self._connected()
+                failure.clear()
+            except StartOver:
+                failure.clear()
+            except Exception as error:  # told by the thread that waits
+                failure[:] = [error]
+
+        thread = threading.Thread(target=connect, name=THREAD_TRACKING_CHECK, daemon=True)
+        thread.start()
+        thread.join(REQUIRED_TIMEOUT_S)
+        if failure:
+            reason = str(failure[0]).replace(self._uri, self._shown_uri)
+            raise InputError(
+                f"tracking.required is true, and MLflow at {self._shown_uri} can't be used: "
+                f"{reason}; start the server, correct tracking.uri or MLFLOW_TRACKING_URI, or set "
+                "tracking.required to false: training then goes on without it"
+            )
+
+    def _connected(self) -> TrackedRun:
+        if self._client is not None:
+            return self._client
+        info, tracked = self._info, self._tracked
+        client = self._connect(
+            self._uri,
+            experiment=self._experiment,
+            artifact_root=self._artifact_root,
+            key=tracked.key,
+            name=info.name,
+            run_id=tracked.run_id,
+        )
+        params = flatten(info.spec.model_dump(mode="json"))
+        client.log_params(tracked_params(params))
+        client.set_tags(self._first_tags(params, client.params))
+        if client.run_id != tracked.run_id:
+            # Another run than the one that was delivered to: that one was deleted, or its id was
+            # lost before it could be written down.
+            is_other = tracked.run_id is not None
+            self._keep(
+                Tracked(
+                    key=tracked.key,
+                    uri=tracked.uri,
+                    experiment=tracked.experiment,
+                    run_id=client.run_id,
+                )
+            )
+            if is_other:
+                info.say(f"MLflow has not got run {tracked.run_id} any more; it is made again")
+            if tracked.position != START:
+                self._client = client
+                raise StartOver
+        self._keep(self._deliver_files(client, self._tracked))
+        if not self._introduced:
+            hint = f"; see it with: {self._hint}" if self._hint else ""
+            info.say(f"MLflow: run {client.run_id} at {self._shown_uri}{hint}")
+            self._introduced = True
+        self._client = client
+        return client
+
+    def _first_tags(self, params: dict[str, str], there: dict[str, str]) -> dict[str, str]:
+        info = self._info
+        tags = {
+            str(Tag.RUN): info.name,
+            str(Tag.RUN_DIRECTORY): info.run.uri,
+            str(Tag.SOURCE_NAME): info.spec.workload,
+            str(Tag.SOURCE_TYPE): "JOB",
+            **provenance.versions(),
+            **info.about,
+        }
+        for path, value in tracked_params(params).items():
+            if there.get(path, value) != value:  # parameters can't change in MLflow
+                tags[f"{TAG_SPEC_PREFIX}{path}"[:250]] = value
+        return tags
+
+    def _deliver_files(self, client: TrackedRun, tracked: Tracked) -> Tracked:
+        """Stores artifacts that are new or changed; where that fails, warns once and goes on."""
+        try:
+            for name, data in self._files():
+                digest = hashlib.sha256(data).hexdigest()
+                if tracked.files.get(name) != digest:
+                    client.log_file(name, data)
+                    tracked = replace(tracked, files={**tracked.files, name: digest})
+        except SamestepError as error:
+            self._warn_of_files(error)
+        return tracked
+
+    def _warn_of_files(self, error: SamestepError) -> None:
+        if not self._files_failed:
+            self._info.say(f"MLflow does not take artifacts ({error}); metrics go on")
+            logger.info("run=%s MLflow does not take artifacts: %s", self._info.name, error)
+        self._files_failed = True
+
+    def _files(self) -> list[tuple[str, bytes]]:
+        spec = self._info.spec
+        params = json.dumps(flatten(spec.model_dump(mode="json")), indent=1, sort_keys=True)
+        found = [
+            (SPEC_FILE, dump_spec(spec).encode()),
+            (PARAMS_ARTIFACT, params.encode()),
+            (REQUIREMENTS_ARTIFACT, provenance.requirements().encode()),
+        ]
+        names = [NUMERICS_FILE]
+        names += [f"{INCIDENTS_DIR}/{i}/{INCIDENT_FILE}" for i in self._run.list(INCIDENTS_DIR)]
+        return found + [(name, self._run.read(name)) for name in names if self._run.exists(name)]
+
+    def _deliver_model(self, client: TrackedRun, tracked: Tracked) -> Tracked:
+        """Stores the packed final model, if there is one that is not there yet."""
+        names = self._run.walk(MODEL_DIR)
+        if f"{MODEL_DIR}/MLmodel" not in names:
+            return tracked
+        digest = hashlib.sha256(self._run.read(f"{MODEL_DIR}/MLmodel")).hexdigest()
+        if tracked.files.get(MODEL_DIR) == digest:
+            return tracked
+        try:
+            with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
+                for name in names:
+                    path = Path(folder, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(self._run.read(name))
+                model_id = client.create_model(MODEL_DIR, tracked.next_step)
+                client.fill_model(model_id, Path(folder, MODEL_DIR))
+        except SamestepError as error:
+            self._warn_of_files(error)
+            return tracked
+        files = {**tracked.files, MODEL_DIR: digest}
+        return replace(tracked, files=files, model_id=model_id)
+
+    def _keep(self, tracked: Tracked) -> None:
+        if tracked != self._tracked:
+            write_tracked(self._run, tracked)
+            self._tracked = tracked
+
+
+def _add(delivery: _Delivery, line: Line) -> None:
+    record = line.record
+    if isinstance(record, StepRecord):
+        _add_step(delivery, record)
+    else:
+        _add_event(delivery, record)
+    delivery.tracked = replace(delivery.tracked, position=line.position)
+
+
+def _add_step(delivery: _Delivery, record: StepRecord) -> None:
+    tracked = delivery.tracked
+    if record.step < tracked.next_step:
+        return  # taken again under other numerics: the first values stay
+    time_ms = tracked.time_ms if record.time is None else int(record.time * 1000)
+    delivery.points += [
+        Point(name=name, value=value, step=record.step, time_ms=time_ms)
+        for name, value in step_metrics(record)
+    ]
+    delivery.tracked = replace(tracked, next_step=record.step + 1, time_ms=time_ms)
+
+
+def _add_event(delivery: _Delivery, record: EventRecord) -> None:
+    tracked, fields = delivery.tracked, record.fields
+    time_ms = int(record.time * 1000)
+    tags = delivery.tags
+    match record.event:
+        case Event.ATTEMPT_STARTED:
+            tags[Tag.ATTEMPT] = str(record.attempt)
+            tags[Tag.MODE] = str(fields.get("mode", ""))
+            tags[Tag.WORKERS] = str(fields.get("world_size", ""))
+            tags[Tag.NUMERICS] = str(fields.get("numerics_id", ""))
+            tags[Tag.STATUS] = str(RunState.RUNNING)
+            delivery.status, delivery.attempt_changed = RUNNING, True
+        case Event.CHECKPOINT_COMMITTED:
+            tags[Tag.STATE_DIGEST] = str(fields.get("digest", ""))
+        case Event.INCIDENT:
+            tracked = replace(tracked, num_incidents=tracked.num_incidents + 1)
+            tags[Tag.INCIDENTS] = str(tracked.num_incidents)
+            delivery.attempt_changed = True
+        case Event.EVALUATION if record.step >= tracked.next_evaluation:
+            delivery.points += [
+                Point(name=name, value=value, step=record.step, time_ms=time_ms)
+                for name, value in evaluation_metrics(fields.get("metrics", {}))
+            ]
+            tracked = replace(tracked, next_evaluation=record.step + 1)
+        case Event.FINISHED:
+            status = RunState(str(fields.get("status", RunState.FAILED)))
+            tags[Tag.STATUS] = str(status)
+            tags[Tag.MESSAGE] = str(fields.get("message", ""))
+            if fields.get("digest"):
+                tags[Tag.STATE_DIGEST] = str(fields["digest"])
+            delivery.status = STATUS.get(status, "FAILED")
+        case _:
+            pass
+    delivery.tracked = replace(tracked, time_ms=time_ms)

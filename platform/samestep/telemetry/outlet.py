@@ -1,0 +1,263 @@
+"""Runs one sink in a thread of its own, off the ledger, so that it fails alone.
+
+The recorder only says that there is something new, which takes no time whatever the sink is doing.
+What the sink could not take stays in the ledger and is tried again, with pauses that grow.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from samestep.names import THREAD_SINK_PREFIX
+from samestep.telemetry.records import StepRecord
+from samestep.telemetry.sink import RunInfo, Sink, StartOver
+from samestep.telemetry.spool import START, Spool
+
+MAX_LINES: Final = 500
+MAX_NOTES: Final = 100
+FIRST_BACKOFF_S: Final = 1.0
+MAX_BACKOFF_S: Final = 30.0
+IDLE_S: Final = 60.0
+DRAIN_S: Final = 40.0
+FAILING_DRAIN_S: Final = 5.0
+CLOSE_S: Final = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Outlet:
+    """Delivers a run's ledger to a sink, from where the sink's last delivery ended.
+
+    Args:
+        sink: what to feed; `started` is called here and now.
+        info: the run; `say` is replaced by one that is safe in any thread, see `notes`.
+        monotonic: clock in seconds.
+        first_backoff_s: pause after a first failure.
+
+    Raises:
+        InputError: the sink refuses the start.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        info: RunInfo,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        first_backoff_s: float = FIRST_BACKOFF_S,
+    ) -> None:
+        self.sink = sink
+        self._run = info.name
+        self._monotonic = monotonic
+        self._first_backoff_s = first_backoff_s
+        self._changed = threading.Condition()
+        self._notes: deque[str] = deque(maxlen=MAX_NOTES)
+        self._latest: StepRecord | None = None
+        self._num_announced = 1  # what the ledger holds already
+        self._num_delivered = self._num_failures = 0
+        self._hurry = self._closing = False
+        self._failing_since: float | None = None
+        self._spool = Spool(info.run, sink.started(replace(info, say=self._notes.append)))
+        self._thread = threading.Thread(
+            target=self._work, name=f"{THREAD_SINK_PREFIX}{sink.name}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last delivery failed."""
+        return self._failing_since is not None
+
+    def announce(self, latest: StepRecord | None = None) -> None:
+        """Says that the ledger has grown, or that a step was taken again; never waits long."""
+        with self._changed:
+            self._num_announced += 1
+            self._latest = latest or self._latest
+            self._changed.notify_all()
+
+    def notes(self) -> list[str]:
+        """What the sink has said since the last time."""
+        found = []
+        while self._notes:
+            found.append(self._notes.popleft())
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """The sink's part of the run's status."""
+        return self.sink.status()
+
+    def drain(self, timeout_s: float, *, failing_timeout_s: float) -> bool:
+        """Waits until all of the ledger is delivered, or a try at it fails.
+
+        Args:
+            timeout_s: how long to wait while deliveries work.
+            failing_timeout_s: how long, at most, where the last one failed; one that is due
+                later is made now.
+
+        Returns:
+            Whether everything arrived.
+        """
+        started = self._monotonic()
+        with self._changed:
+            wanted, failures = self._num_announced, self._num_failures
+            self._hurry = True
+            self._changed.notify_all()
+            while self._num_delivered < wanted and not self._closing:
+                if self._num_failures > failures:
+                    break
+                limit_s = failing_timeout_s if self.failing else timeout_s
+                left_s = started + limit_s - self._monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+            self._hurry = False
+            return self._num_delivered >= wanted
+
+    def ask_to_close(self) -> None:
+        """Lets the thread end as soon as it can."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread; one that hangs in its sink for longer is left behind. Never raises."""
+        self.ask_to_close()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning(
+                "run=%s the sink %s did not end within %.0f s and is left behind",
+                self._run,
+                self.sink.name,
+                timeout_s,
+            )
+
+    def _work(self) -> None:
+        backoff_s = self._first_backoff_s
+        pause_s = 0.0
+        while self._wait(pause_s):
+            try:
+                self._deliver()
+            except StartOver:
+                self._spool.seek(START)
+            except Exception as error:  # whatever a sink raises, it fails alone
+                pause_s = backoff_s
+                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+                self._note_failure(error)
+            else:
+                pause_s, backoff_s = self.sink.interval_s, self._first_backoff_s
+                self._note_success()
+        try:
+            self.sink.close()
+        except Exception as error:  # it ends anyway
+            logger.warning("run=%s closing the sink %s: %r", self._run, self.sink.name, error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait(self, pause_s: float) -> bool:
+        """Sleeps until there is something to deliver and the pause is over; False at the end."""
+        over = self._monotonic() + pause_s
+        with self._changed:
+            while not self._closing:
+                is_due = self._num_delivered < self._num_announced
+                left_s = over - self._monotonic()
+                if is_due and (left_s <= 0 or self._hurry):
+                    self._hurry = self._hurry and not self.failing
+                    return True
+                self._changed.wait(left_s if is_due else IDLE_S)
+        return False
+
+    def _deliver(self) -> None:
+        with self._changed:
+            announced, latest, self._latest = self._num_announced, self._latest, None
+        more = True
+        while more and not self._closing:
+            lines = self._spool.read(MAX_LINES)
+            more = len(lines) == MAX_LINES
+            self.sink.take(lines, more=more)
+            if lines:
+                self._spool.seek(lines[-1].position)
+        if latest is not None:
+            self.sink.live(latest)
+        with self._changed:
+            if not more:
+                self._num_delivered = announced
+            self._changed.notify_all()
+
+    def _note_failure(self, error: Exception) -> None:
+        if self._failing_since is None:
+            text = self.sink.explain(error)
+            logger.info("run=%s %s", self._run, text)  # told as a note; once is enough
+            self._notes.append(text)
+            self._failing_since = self._monotonic()
+        with self._changed:
+            self._num_failures += 1
+            self._changed.notify_all()
+
+    def _note_success(self) -> None:
+        if self._failing_since is not None:
+            away_s = self._monotonic() - self._failing_since
+            self._failing_since = None
+            self._notes.append(f"{self.sink.name} is back after {away_s:.0f} s")
+
+
+class Outlets:
+    """All outlets of a run, as its recorder handles them.
+
+    Args:
+        sinks: what to feed.
+        info: the run.
+
+    Raises:
+        InputError: a sink refuses the start; the others are closed.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], info: RunInfo) -> None:
+        self._outlets: list[Outlet] = []
+        try:
+            for sink in sinks:
+                self._outlets.append(Outlet(sink, info))
+        except BaseException:
+            self.close(CLOSE_S)
+            raise
+
+    def __bool__(self) -> bool:
+        return bool(self._outlets)
+
+    def announce(self, latest: StepRecord | None) -> None:
+        """Says that the ledger has grown, or that a step was taken again."""
+        for outlet in self._outlets:
+            outlet.announce(latest)
+
+    def notes(self) -> list[str]:
+        """What the sinks have said since the last time."""
+        return [note for outlet in self._outlets for note in outlet.notes()]
+
+    def status(self) -> dict[str, Any]:
+        """What the sinks add to the status of the run."""
+        return {key: value for outlet in self._outlets for key, value in outlet.status().items()}
+
+    def drain(self, timeout_s: float, failing_timeout_s: float) -> list[str]:
+        """Waits until everything is delivered; the names of the sinks that lack something."""
+        end = time.monotonic() + timeout_s
+        return [
+            outlet.sink.name
+            for outlet in self._outlets
+            if not outlet.drain(
+                max(0.0, end - time.monotonic()), failing_timeout_s=failing_timeout_s
+            )
+        ]
+
+    def close(self, timeout_s: float) -> None:
+        """Ends all threads; the outlets can't be used any more."""
+        outlets, self._outlets = self._outlets, []
+        for outlet in outlets:
+            outlet.ask_to_close()
+        end = time.monotonic() + timeout_s
+        for outlet in outlets:
+            outlet.close(max(0.0, end - time.monotonic()))

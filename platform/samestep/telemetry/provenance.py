@@ -1,0 +1,78 @@
+"""Where a run comes from: the revision of its code, and the versions it runs with."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from samestep.names import TAG_VERSION_PREFIX, Env, Tag
+
+GIT_TIMEOUT_S: Final = 5.0
+PACKAGES: Final = ("samestep", "torch", "ray", "numpy")
+
+
+def facts(workload_folder: Path) -> dict[str, str]:
+    """What a launcher knows and a recorder does not, by tag; what can't be found is left out."""
+    found = {str(Tag.USER): _user(), **git_revision(workload_folder)}
+    job_id = os.environ.get(Env.RAY_JOB_ID)
+    if job_id:
+        found[Tag.JOB_ID] = job_id
+    return found
+
+
+def git_revision(folder: Path) -> dict[str, str]:
+    """The commit that holds a folder, and whether files of the folder differ from it."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    known = {} if changed is None else {str(Tag.GIT_CHANGED): str(bool(changed)).lower()}
+    return {str(Tag.GIT_COMMIT): commit, **known}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what bits depend on, by tag; without importing any of it."""
+    found = {f"{TAG_VERSION_PREFIX}python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[f"{TAG_VERSION_PREFIX}{name}"] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def requirements() -> str:
+    """Every installed distribution as a line of a requirements file, sorted."""
+    lines = {
+        f"{name}=={item.version}"
+        for item in metadata.distributions()
+        if (name := item.metadata["Name"])
+    }
+    return "".join(f"{line}\n" for line in sorted(lines, key=str.lower))
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            check=False,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no git here, or a slow disk: not worth a run
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from samestep.checkpoint.storage import Storage
+from samestep.errors import InputError
+from samestep.names import RunState
+from samestep.spec import dump_spec, parse_spec
+from samestep.telemetry.outlet import Outlet, Outlets
+from samestep.telemetry.recorder import Recorder
+from samestep.telemetry.records import StepRecord
+from samestep.telemetry.sink import RunInfo, StartOver
+from samestep.telemetry.spool import START, Line, Position
+
+SPEC = parse_spec({"workload": "a:B", "batch_size": 8, "shards": 2, "max_steps": 100})
+
+
+class Fake:
+    """A sink that keeps what it gets; fails and waits as it is told."""
+
+    name = "fake"
+    interval_s = 0.0
+
+    def __init__(self, position: Position = START, failures: Sequence[BaseException] = ()) -> None:
+        self.position = position
+        self.failures = list(failures)
+        self.steps: list[int] = []
+        self.shown: list[int] = []
+        self.closed = threading.Event()
+        self.taking = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def started(self, info: RunInfo) -> Position:
+        self.info = info
+        return self.position
+
+    def take(self, lines: Sequence[Line], *, more: bool) -> None:
+        self.taking.set()
+        self.gate.wait(30)
+        if self.failures and lines:
+            raise self.failures.pop(0)
+        self.steps += [line.record.step for line in lines if isinstance(line.record, StepRecord)]
+
+    def live(self, record: StepRecord) -> None:
+        self.shown.append(record.step)
+
+    def status(self) -> dict[str, Any]:
+        return {"metrics_url": "http://here"}
+
+    def explain(self, error: BaseException) -> str:
+        return f"fake fails: {error}"
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Refusing(Fake):
+    def started(self, info: RunInfo) -> Position:
+        raise InputError("not like this")
+
+
+Open = Callable[..., Recorder]
+
+
+@pytest.fixture
+def open_recorder(run: Storage) -> Iterator[Open]:
+    opened: list[Recorder] = []
+
+    def make(*sinks: Fake, **options: Any) -> Recorder:
+        recorder = Recorder(run.uri, run="r", spec_yaml=dump_spec(SPEC), sinks=sinks, **options)
+        opened.append(recorder)
+        return recorder
+
+    yield make
+    for recorder in opened:
+        recorder.close()
+
+
+@pytest.fixture
+def tell(make_step: Callable[..., StepRecord]) -> Callable[[Recorder, int, int], None]:
+    def steps(recorder: Recorder, start: int, stop: int) -> None:
+        attempt = recorder.begin_attempt({"start_step": start, "mode": "ddp", "world_size": 1})
+        records = [make_step(step).to_json() for step in range(start, stop)]
+        recorder.push(attempt, "0", 1, records)
+
+    return steps
+
+
+def test_what_reaches_the_ledger_reaches_the_sink_in_order(open_recorder: Open, tell: Any) -> None:
+    sink = Fake()
+    recorder = open_recorder(sink)
+    tell(recorder, 0, 1200)
+    assert recorder.drain() == []
+    assert sink.steps == list(range(1200))
+    assert sink.shown[-1] == 1199
+
+
+def test_steps_taken_again_are_shown_but_not_delivered_again(
+    open_recorder: Open, tell: Any
+) -> None:
+    sink = Fake()
+    recorder = open_recorder(sink)
+    tell(recorder, 0, 5)
+    tell(recorder, 2, 4)
+    assert recorder.drain() == []
+    assert sink.steps == [0, 1, 2, 3, 4]
+    assert sink.shown[-1] == 3
+
+
+def test_a_failure_is_told_once_and_what_failed_is_delivered_again(
+    run: Storage, open_recorder: Open, tell: Any
+) -> None:
+    sink = Fake(failures=[OSError("first"), OSError("second")])
+    recorder = open_recorder()
+    tell(recorder, 0, 3)
+    outlet = Outlet(sink, RunInfo(run=run, name="r", spec=SPEC), first_backoff_s=0.01)
+    try:
+        while not outlet.drain(5, failing_timeout_s=5):
+            assert len(sink.failures) < 2
+        assert sink.steps == [0, 1, 2]
+        notes = outlet.notes()
+        assert notes == ["fake fails: first", "fake is back after 0 s"]
+    finally:
+        outlet.close(5)
+
+
+def test_a_sink_may_ask_for_everything_again(open_recorder: Open, tell: Any, run: Storage) -> None:
+    recorder = open_recorder()
+    tell(recorder, 0, 3)
+    sink = Fake(position=Position(segment=9), failures=[])
+
+    def begin(info: RunInfo) -> Position:
+        sink.failures = [StartOver()]
+        return START
+
+    sink.started = begin  # type: ignore[method-assign]
+    outlet = Outlet(sink, RunInfo(run=run, name="r", spec=SPEC))
+    try:
+        assert outlet.drain(5, failing_timeout_s=5)
+        assert sink.steps == [0, 1, 2]
+        assert outlet.notes() == []
+    finally:
+        outlet.close(5)
+
+
+def test_a_sink_that_hangs_holds_up_neither_records_nor_the_end(
+    open_recorder: Open, tell: Any
+) -> None:
+    sink, other = Fake(), Fake()
+    other.name = "other"
+    sink.gate.clear()
+    recorder = open_recorder(sink, other)
+    assert sink.taking.wait(10)
+    tell(recorder, 0, 50)
+    assert recorder.status()["step"] == 50
+    assert recorder.drain(0.3, 0.1)[0] == "fake"
+    assert sink.steps == []
+    sink.gate.set()
+    assert recorder.drain() == []
+    assert sink.steps == other.steps == list(range(50))
+
+
+def test_an_end_keeps_the_run_until_its_sinks_have_got_it(
+    run: Storage, open_recorder: Open, tell: Any
+) -> None:
+    from samestep.telemetry.lease import holder
+
+    sink = Fake()
+    recorder = open_recorder(sink)
+    tell(recorder, 0, 3)
+    result = {"status": "done", "step": 3, "digest": "", "evaluation": None, "message": ""}
+    recorder.finish(1, result)
+    held = holder(run)
+    assert held is not None
+    assert held.alive
+    recorder.close()
+    assert sink.closed.is_set()
+    assert sink.steps == [0, 1, 2]
+    after = holder(run)
+    assert after is None or not after.alive
+    assert recorder.status()["state"] == RunState.DONE
+
+
+def test_a_sink_that_refuses_the_start_frees_the_run_and_ends_the_others(
+    open_recorder: Open,
+) -> None:
+    first = Fake()
+    with pytest.raises(InputError, match="not like this"):
+        open_recorder(first, Refusing())
+    assert first.closed.wait(5)
+    open_recorder()
+
+
+def test_the_status_of_a_run_tells_what_its_sinks_say(open_recorder: Open) -> None:
+    sink = Fake()
+    recorder = open_recorder(sink, about={"k": "v"})
+    sink.info.say("a word")
+    status = recorder.status()
+    assert status["metrics_url"] == "http://here"
+    assert [item["text"] for item in status["messages"]] == ["a word"]
+    assert sink.info.about == {"k": "v"}
+    assert sink.info.returning is False
+
+
+def test_without_sinks_there_is_nothing_to_wait_for(run: Storage) -> None:
+    outlets = Outlets([], RunInfo(run=run, name="r", spec=SPEC))
+    assert not outlets
+    assert outlets.drain(1, 1) == []

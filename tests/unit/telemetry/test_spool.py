@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from samestep.checkpoint.storage import Storage
+from samestep.errors import StorageError
+from samestep.names import Event
+from samestep.telemetry.ledger import LedgerWriter
+from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.telemetry.spool import START, Line, Position, Spool
+
+MakeStep = Callable[..., StepRecord]
+
+
+def steps_of(lines: list[Line]) -> list[int]:
+    return [line.record.step for line in lines]
+
+
+def segment(run: Storage, number: int) -> str:
+    return f"ledger/{number:08d}.jsonl"
+
+
+def test_a_ledger_that_is_not_there_yet_has_no_lines(run: Storage) -> None:
+    assert Spool(run).read(10) == []
+
+
+def test_lines_come_in_order_over_segments_and_again_until_they_are_passed(
+    run: Storage, make_step: MakeStep
+) -> None:
+    for start in (0, 3):
+        LedgerWriter(run).append([make_step(s).to_json() for s in range(start, start + 3)])
+    spool = Spool(run)
+    assert steps_of(spool.read(4)) == [0, 1, 2, 3]
+    lines = spool.read(4)
+    assert steps_of(lines) == [0, 1, 2, 3]
+    spool.seek(lines[-1].position)
+    assert steps_of(spool.read(4)) == [4, 5]
+
+
+def test_a_position_leads_to_the_next_line_in_another_process(
+    run: Storage, make_step: MakeStep
+) -> None:
+    LedgerWriter(run).append([make_step(s).to_json() for s in range(5)])
+    for line in Spool(run).read(5):
+        assert steps_of(Spool(run, line.position).read(9)) == list(range(line.record.step + 1, 5))
+
+
+def test_lines_longer_than_a_chunk_are_read(run: Storage, make_step: MakeStep) -> None:
+    event = EventRecord(
+        event=Event.MESSAGE, step=1, attempt=1, time=1.0, fields={"text": "x" * 5000}
+    )
+    LedgerWriter(run).append([make_step(0).to_json(), event.to_json(), make_step(1).to_json()])
+    lines = Spool(run, chunk_bytes=64).read(9)
+    assert [type(line.record) for line in lines] == [StepRecord, EventRecord, StepRecord]
+
+
+def test_a_line_under_way_is_left_until_it_is_whole(run: Storage, make_step: MakeStep) -> None:
+    LedgerWriter(run).append([make_step(s).to_json() for s in range(2)])
+    path = run.local_path / segment(run, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    spool = Spool(run)
+    lines = spool.read(9)
+    spool.seek(lines[-1].position)
+    assert steps_of(lines) == [0]
+    assert spool.read(9) == []
+    path.write_bytes(whole)
+    assert steps_of(spool.read(9)) == [1]
+
+
+@pytest.mark.parametrize("end", [b'{"type":"st', b'{"type":"st\n'])
+def test_a_line_that_a_dead_writer_left_unfinished_is_passed_over(
+    run: Storage, make_step: MakeStep, end: bytes
+) -> None:
+    LedgerWriter(run).append([make_step(0).to_json()])
+    run.append(segment(run, 1), end)
+    LedgerWriter(run).append([make_step(1).to_json()])
+    assert steps_of(Spool(run).read(9)) == [0, 1]
+
+
+def test_damage_in_the_middle_is_told_with_its_place(run: Storage, make_step: MakeStep) -> None:
+    LedgerWriter(run).append([make_step(0).to_json()])
+    run.append(segment(run, 1), b"garbage\n{}\n")
+    LedgerWriter(run).append([make_step(1).to_json()])
+    with pytest.raises(StorageError, match=r"00000001\.jsonl is damaged before byte"):
+        Spool(run).read(9)
+
+
+def test_positions_are_ordered_as_the_lines_are() -> None:
+    assert START < Position(segment=1, offset_bytes=90) < Position(segment=2)
