@@ -41,7 +41,8 @@ def evaluate(
         str,
         typer.Option(
             metavar="latest|best|STEP",
-            help="Which checkpoint: the newest, the one marked as best, or that after STEP steps.",
+            help="Which checkpoint: the newest, the best (by the job's checkpoint.best), or that "
+            "after STEP steps.",
         ),
     ] = "latest",
     search: Annotated[
@@ -66,15 +67,16 @@ def evaluate(
     late = numerics.settings_not_in_force(spec) if "torch" in sys.modules else []
     if not late:
         os.environ.update(numerics.environment(spec))
-    from samestep.replay.evaluate import choose_checkpoint, evaluate_checkpoint, search_folders
+    from samestep.checkpoint.reading import choose
+    from samestep.replay.evaluate import evaluate_checkpoint, search_folders
     from samestep.replay.summary import plain
 
+    choice = choose(place, checkpoint)
+    if choice.warning is not None:
+        Console(stderr=True, soft_wrap=True).print(f"warning: {choice.warning}", markup=False)
     folders = [folder.resolve() for folder in search or []]
-    found = evaluate_checkpoint(
-        place,
-        choose_checkpoint(place, checkpoint),
-        search=folders or [*search_folders(place), Path.cwd()],
-    )
+    folders = folders or [*search_folders(place), Path.cwd()]
+    found = evaluate_checkpoint(place, choice.step, search=folders)
     if as_json:
         print(json.dumps(plain(asdict(found)), indent=2, allow_nan=False))
     else:
