@@ -41,7 +41,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="latest|best|STEP",
-            help="Which checkpoint: the newest, the one marked as best, or that after STEP steps.",
+            help="Which checkpoint: the newest, the best by checkpoint.best.metric, or that after STEP steps.",
         ),
     ] = "latest",
     search: Annotated[
@@ -66,13 +66,17 @@ def evaluate(
     late = numerics.settings_not_in_force(spec) if "torch" in sys.modules else []
     if not late:
         os.environ.update(numerics.environment(spec))
-    from samestep.replay.evaluate import choose_checkpoint, evaluate_checkpoint, search_folders
+    from samestep.checkpoint.reading import choose
+    from samestep.replay.evaluate import evaluate_checkpoint, search_folders
     from samestep.replay.summary import plain
 
+    choice = choose(place, checkpoint)
+    if choice.warning is not None:
+        Console(stderr=True, soft_wrap=True).print(choice.warning, markup=False)
     folders = [folder.resolve() for folder in search or []]
     found = evaluate_checkpoint(
         place,
-        choose_checkpoint(place, checkpoint),
+        choice.step,
         search=folders or [*search_folders(place), Path.cwd()],
     )
     if as_json:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from samestep.checkpoint.reading import list_checkpoints, load_checkpoint
+from samestep.checkpoint.reading import load_checkpoint
 from samestep.checkpoint.state import restore
 from samestep.checkpoint.storage import Storage
 from samestep.engine.peers import Peers
 from samestep.engine.setup import build
-from samestep.errors import CheckpointError, InputError, WorkloadError
+from samestep.errors import InputError, WorkloadError
 from samestep.exact import numerics
 from samestep.exact.seeds import global_generators_kept
 from samestep.names import Event
@@ -23,9 +23,6 @@ from samestep.telemetry.identity import read_spec
 from samestep.telemetry.ledger import events
 from samestep.telemetry.records import TOLERANCE, differing_metrics
 from samestep.workload import load_workload
-
-LATEST = "latest"
-BEST = "best"
 
 
 class Agreement(StrEnum):
@@ -60,30 +57,6 @@ class Evaluated:
     differences: tuple[str, ...]
     numerics: tuple[str, ...]
     tolerance: float | None
-
-
-def choose_checkpoint(run: Storage, which: str) -> int:
-    """The step of a checkpoint that is meant by `latest`, `best` or a number of steps.
-
-    Raises:
-        InputError: it is none of these.
-        CheckpointError: the run has no such checkpoint; names those it has.
-    """
-    whole = [info.step for info in list_checkpoints(run) if info.whole]
-    has = f"it has whole ones after {', '.join(map(str, whole))} steps" if whole else "it has none"
-    if which == LATEST:
-        if not whole:
-            raise CheckpointError(f"{run.uri} has no whole checkpoint")
-        return whole[-1]
-    if which == BEST:
-        raise CheckpointError(
-            f"{run.uri} marks no checkpoint as its best; {has}: give latest or one of these steps"
-        )
-    if not which.isascii() or not which.isdigit():
-        raise InputError(f"a checkpoint is latest, best or a number of steps; got {which!r}")
-    if int(which) not in whole:
-        raise CheckpointError(f"{run.uri} has no checkpoint after {int(which)} steps; {has}")
-    return int(which)
 
 
 def search_folders(run: Storage) -> list[Path]:

@@ -149,7 +149,7 @@ def test_init_refuses_a_folder_that_holds_something_and_a_name_that_no_run_can_h
     ("which", "message"),
     [
         ("7", "no checkpoint after 7 steps; it has whole ones after 3, 6 steps"),
-        ("best", "marks no checkpoint as its best"),
+        ("best", "ranks its checkpoints by nothing, so none is the best"),
         ("newest", "a checkpoint is latest, best or a number of steps; got 'newest'"),
     ],
 )
