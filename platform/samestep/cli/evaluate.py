@@ -41,7 +41,8 @@ def evaluate(
         str,
         typer.Option(
             metavar="latest|best|STEP",
-            help="Which checkpoint: the newest, the best by checkpoint.best.metric, or that after STEP steps.",
+            help="Which checkpoint: the newest, the best by checkpoint.best.metric, or that after "
+            "STEP steps.",
         ),
     ] = "latest",
     search: Annotated[
