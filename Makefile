@@ -58,6 +58,8 @@ lint: venv ## Checks style, types and the layers of the code
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-fmt: venv ## Formats the code and mends what ruff can
+fmt: venv ## Formats the code, mends what ruff can, and makes docs/spec.md anew
 	$(BIN)/ruff check --fix --exit-zero
 	$(BIN)/ruff format
+	$(BIN)/python -m samestep.cli.specdoc > docs/spec.md.new
+	mv docs/spec.md.new docs/spec.md

@@ -52,11 +52,20 @@ def test_the_plain_loop_and_the_workload_learn_the_same_thing(
     commands = re.findall(r"^    (samestep .*)$", WORKLOAD, flags=re.MULTILINE)
     assert set(commands) >= NEED_RAY
     assert len(commands) > len(NEED_RAY)
+    outputs = {}
     for command in commands:
         if command not in NEED_RAY:
             result = runner.invoke(app, command.split()[1:])
             assert result.exit_code == 0, result.output
-    assert re.search(r"best +after \d+ steps: accuracy (0\.9\d*|1) \(max is best\)", result.output)
+            outputs[command] = result.output
+    best = re.search(
+        r"best +after (\d+) steps: accuracy (0\.9\d*|1) \(max is best\)",
+        outputs["samestep show wine"],
+    )
+    assert best is not None
+    evaluated = outputs["samestep evaluate wine --checkpoint best"]
+    assert f"checkpoint after {best[1]} steps" in evaluated
+    assert "equal bit for bit to the evaluation in the ledger" in evaluated
     namespace = runpy.run_path("use.py")
     assert isinstance(namespace["model"], torch.nn.Module)
     tuned = train(local("tuned.yaml"), name="tuned")

@@ -41,8 +41,8 @@ def evaluate(
         str,
         typer.Option(
             metavar="latest|best|STEP",
-            help="Which checkpoint: the newest, the best (by the job's checkpoint.best), or that "
-            "after STEP steps.",
+            help="Which checkpoint: the newest, the best by checkpoint.best.metric, or that after "
+            "STEP steps.",
         ),
     ] = "latest",
     search: Annotated[
@@ -73,10 +73,13 @@ def evaluate(
 
     choice = choose(place, checkpoint)
     if choice.warning is not None:
-        Console(stderr=True, soft_wrap=True).print(f"warning: {choice.warning}", markup=False)
+        Console(stderr=True, soft_wrap=True).print(choice.warning, markup=False)
     folders = [folder.resolve() for folder in search or []]
-    folders = folders or [*search_folders(place), Path.cwd()]
-    found = evaluate_checkpoint(place, choice.step, search=folders)
+    found = evaluate_checkpoint(
+        place,
+        choice.step,
+        search=folders or [*search_folders(place), Path.cwd()],
+    )
     if as_json:
         print(json.dumps(plain(asdict(found)), indent=2, allow_nan=False))
     else:

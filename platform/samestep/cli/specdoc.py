@@ -9,7 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from samestep.spec import JobSpec
 
@@ -104,10 +103,7 @@ def _type(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    default: Any = field.default
-    if default is PydanticUndefined:
-        assert field.default_factory is not None
-        default = field.get_default(call_default_factory=True, validated_data={})
+    default: Any = field.get_default(call_default_factory=True, validated_data={})
     return f"`{json.dumps(default)}`" if not isinstance(default, str) else f"`{default}`"
 
 

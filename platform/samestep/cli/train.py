@@ -98,6 +98,11 @@ def _summary(outcome: Outcome, seconds: float) -> None:
     for name, value in (outcome.evaluation or {}).items():
         shown = f"{value:.2%}" if name == "accuracy" else f"{value:.6g}"
         rows.append((f"test {name}", Text(shown, style="bold")))
+    if outcome.best is not None:
+        score = f"{outcome.best['metric']} {outcome.best['score']:.6g}"
+        rows.append(("best", Text(f"after {outcome.best['step']} steps: {score}")))
+    if outcome.status == "done" and outcome.message:
+        rows.append(("why done", Text(outcome.message)))
     rows.append(("time", Text(f"{seconds:.1f} s")))
     if outcome.digest:
         rows.append(("state", Text(f"sha256 {outcome.digest}")))

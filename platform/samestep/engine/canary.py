@@ -95,6 +95,7 @@ def compare_canary(
         raise failure
     for rank, other in enumerate(everyone):
         if "error" in other:
+            # It tells the recorder itself; what the others add would only hide where it was.
             raise PeerLostError(f"worker {rank} could not compute the canary: {other['error']}")
     for what in ("layout", "state", "samples"):
         odd = [rank for rank, other in enumerate(everyone) if other[what] != everyone[0][what]]

@@ -220,7 +220,14 @@ class _Inspection:
                 spec.nominal_weight, formed.canary, engine.nominal_weight
             )
             reduced = engine.compute(0, _only_first(built.order.shards_of(0)), take, 0)
-            updated = apply_update(spec, parts, reduced.parameters, step=0, device=self._device)
+            updated = apply_update(
+                spec,
+                parts,
+                reduced.parameters,
+                step=0,
+                device=self._device,
+                schedule_due=built.schedule is not None and built.schedule.every == "step",
+            )
             self._tell_step(built, engine, formed, reduced, updated)
         finally:
             engine.close()
