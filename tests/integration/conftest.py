@@ -32,6 +32,7 @@ JOB = {
     "resources": {"cpu": 1},
     "checkpoint": {"every_steps": 4},
     "digest_every": 3,
+    "tracking": {"enabled": False},
 }
 
 WORKLOAD = '''

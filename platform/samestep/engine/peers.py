@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.engine.exchange import PeerErrors
+from samestep.errors import PeerLostError
 
 TALK_TAG = 1 << 21
 REST_TAG = TALK_TAG + 1
@@ -59,7 +61,10 @@ class Peers:
                 _wait(work, peer)
                 messages[peer] = self._read(heads[peer], peer)
             for peer, work in sends:
-                _wait(work, peer)
+                # What the others said may tell why one of them is gone already; the next call
+                # finds it missing.
+                with suppress(PeerLostError):
+                    _wait(work, peer)
             return [messages[rank] for rank in range(self.world_size)]
 
         return wait

@@ -77,6 +77,26 @@ def test_what_init_writes_trains_and_evaluates_to_what_the_ledger_says(
     assert "step 30/30" not in log.stdout
 
 
+def test_the_best_checkpoint_is_evaluated_to_its_score(
+    samestep: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samestep("init", "flowers")
+    monkeypatch.chdir("flowers")
+    more = [
+        *("max_steps=12", "epochs=null", "evaluate.every_epochs=0", "evaluate.every_steps=3"),
+        *("checkpoint.every_steps=3", "checkpoint.keep=1", "checkpoint.best.metric=loss"),
+        *("checkpoint.best.order=max", "ema.decay=0.5"),
+    ]
+    settings = [word for text in more for word in ("--set", text)]
+    trained = samestep("train", "job.yaml", "--mode", "local", *settings)
+    assert trained.exit_code == 0, trained.output
+    best = json.loads(samestep("evaluate", "flowers", "--checkpoint", "best", "--json").stdout)
+    latest = json.loads(samestep("evaluate", "flowers", "--json").stdout)
+    assert (best["step"], latest["step"]) == (3, 12)
+    assert best["agreement"] == latest["agreement"] == "equal"
+    assert best["metrics"]["loss"] > latest["metrics"]["loss"]
+
+
 def test_an_evaluation_that_differs_from_the_ledgers_says_both_values(
     samestep: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def make_spec(tmp_path: Path) -> Callable[..., JobSpec]:
             "mode": "local",
             "storage": str(tmp_path / "runs"),
             "checkpoint": {"every_steps": 2},
+            "tracking": {"enabled": False},
         }
         return parse_spec({**base, **fields})
 
