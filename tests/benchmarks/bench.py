@@ -44,6 +44,8 @@ PARTS = ("steps", "profile", "counts", "dataparallel")
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
 DATAPARALLEL_MODELS = ("digits", "mlp")
 DATAPARALLEL_SHARDS = 4
+DATAPARALLEL_ROUNDS = 50
+PROFILE_ROUNDS = 20
 
 QUICK = {"launches": 1, "rounds": 10}
 
@@ -88,7 +90,7 @@ class Bench:
                 found = {
                     **task,
                     "workers": self._options.workers,
-                    "shard_size": MODELS[name].shard_size,
+                    "shard_size": MODELS[name].size_of_shards(shards),
                     "is_judged": MODELS[name].is_judged,
                     "engines": engines,
                     "worst_ratio": max(ratio["median"] for ratio in exact["ratios"].values()),
@@ -101,7 +103,12 @@ class Bench:
         self.found["profile"] = []
         for name in self._options.models:
             for shards in self._options.shards_per_worker:
-                task = {"kind": "profile", "model": name, "shards_per_worker": shards}
+                task = {
+                    "kind": "profile",
+                    "model": name,
+                    "shards_per_worker": shards,
+                    "rounds": min(self._options.rounds, PROFILE_ROUNDS),
+                }
                 found = {**task, "parts_ms": self._launch(task)}
                 self.found["profile"].append(found)
                 print_profile(self._console, found)
@@ -118,7 +125,12 @@ class Bench:
         for name in DATAPARALLEL_MODELS:
             if name not in self._options.models:
                 continue
-            task = {"kind": "dataparallel", "model": name, "shards": DATAPARALLEL_SHARDS}
+            task = {
+                "kind": "dataparallel",
+                "model": name,
+                "shards": DATAPARALLEL_SHARDS,
+                "rounds": min(self._options.rounds, DATAPARALLEL_ROUNDS),
+            }
             launches = self._launches(task)
             found = {
                 **task,

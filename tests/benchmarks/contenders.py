@@ -38,12 +38,14 @@ class Contender:
         step: takes the step of a number, update included.
         model: what it trains.
         takes_part: this worker has something to do in it.
+        every: it takes part in one round of so many.
     """
 
     name: str
     step: Step
     model: nn.Module | None
     takes_part: bool = True
+    every: int = 1
 
 
 class Batches:

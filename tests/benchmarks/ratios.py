@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-Times = dict[str, list[float]]
-"""Seconds by name of the engine, one per round."""
+Times = dict[str, list[float | None]]
+"""Seconds by name of the engine, one per round; None where it was left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,11 @@ def paired_ratio(launches: Sequence[Times], name: str, base: str) -> Spread:
     """Of each launch the median over rounds of `name`'s time over `base`'s in the same round."""
     return spread(
         [
-            statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+            statistics.median(
+                a / b
+                for a, b in zip(times[name], times[base], strict=True)
+                if a is not None and b is not None
+            )
             for times in launches
         ]
     )
@@ -43,7 +47,9 @@ def paired_ratio(launches: Sequence[Times], name: str, base: str) -> Spread:
 
 def median_ms(launches: Sequence[Times], name: str) -> Spread:
     """Of each launch the median step time in milliseconds: for orientation, not for comparing."""
-    return spread([1000 * statistics.median(times[name]) for times in launches])
+    return spread(
+        [1000 * statistics.median(t for t in times[name] if t is not None) for times in launches]
+    )
 
 
 def step_rows(launches: Sequence[dict[str, Times]], bases: Sequence[str]) -> list[dict[str, Any]]:

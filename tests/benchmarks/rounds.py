@@ -10,8 +10,8 @@ from contenders import Contender
 
 WARM_UP_ROUNDS = 5
 
-Times = dict[str, list[float]]
-"""Seconds by name of the engine, one per round."""
+Times = dict[str, list[float | None]]
+"""Seconds by name of the engine, one per round; None where it was left out."""
 
 
 def alternate(contenders: Sequence[Contender], num_rounds: int) -> dict[str, Times]:
@@ -27,6 +27,10 @@ def alternate(contenders: Sequence[Contender], num_rounds: int) -> dict[str, Tim
     cpu: Times = {contender.name: [] for contender in contenders}
     for number in range(WARM_UP_ROUNDS + num_rounds):
         for contender in _turned(contenders, number):
+            if number >= WARM_UP_ROUNDS and number % contender.every:
+                wall[contender.name].append(None)
+                cpu[contender.name].append(None)
+                continue
             dist.barrier()
             started, cpu_started = time.perf_counter(), time.process_time()
             if contender.takes_part:
@@ -43,7 +47,10 @@ def _over_workers(own: Times, combine: Callable[[Sequence[float]], float]) -> Ti
     everyone: list[Times] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return {
-        name: [combine(times) for times in zip(*(other[name] for other in everyone), strict=True)]
+        name: [
+            None if times[0] is None else combine(times)
+            for times in zip(*(other[name] for other in everyone), strict=True)
+        ]
         for name in own
     }
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from contenders import CPU, Batches, Contender, Samestep, plain_ddp
 from gpus import gpu_contenders
-from models import MODELS
+from models import MODELS, Model
 from rounds import WARM_UP_ROUNDS, alternate
 from stopwatch import watch
 from torch import Tensor
@@ -25,6 +25,7 @@ from samestep.engine.forecast import forecast
 from samestep.engine.step import StepEngine
 from samestep.exact import numerics
 from samestep.exact.tree import shard_range
+from samestep.spec import JobSpec
 
 TIMEOUT_S = 300
 
@@ -36,13 +37,16 @@ STOCK_FLAGS: dict[str, dict[str, Any]] = {
 # Two engines may differ by this much in their first update, over its size: sums in another order.
 FIRST_STEP_TOLERANCE = 0.02
 
+# The fast engine is there for orientation: it takes part in one round of so many.
+FAST_EVERY = 4
+
 Task = dict[str, Any]
 
 
 def steps(task: Task) -> Any:
     """Step times of exact, fast and plain by name of the engine, one per round."""
     model, workers = MODELS[task["model"]], dist.get_world_size()
-    spec = model.spec(shards=task["shards_per_worker"] * workers, threads=task["threads"])
+    spec = _spec(model, task["shards_per_worker"], task)
     numerics.pin(spec)
     group = _group()
     shards = shard_range(spec.shards, workers, dist.get_rank())
@@ -51,7 +55,7 @@ def steps(task: Task) -> Any:
     fast = Samestep(model, spec, batches, group, is_fast=True)
     made: list[Contender] = [
         Contender(name="exact", step=exact.step, model=exact.built.parts.model),
-        Contender(name="fast", step=fast.step, model=fast.built.parts.model),
+        Contender(name="fast", step=fast.step, model=fast.built.parts.model, every=FAST_EVERY),
     ]
     for name, options in STOCK_FLAGS.items():
         step, module = plain_ddp(model, spec, batches, shards, **options)
@@ -63,8 +67,8 @@ def steps(task: Task) -> Any:
 
 def profile(task: Task) -> Any:
     """Milliseconds of the exact engine's step by part, on world rank 0."""
-    model, workers = MODELS[task["model"]], dist.get_world_size()
-    spec = model.spec(shards=task["shards_per_worker"] * workers, threads=task["threads"])
+    model = MODELS[task["model"]]
+    spec = _spec(model, task["shards_per_worker"], task)
     numerics.pin(spec)
     exact = Samestep(model, spec, Batches(model, spec, (CPU,)), _group())
     stopwatch, step = watch(exact)
@@ -141,6 +145,11 @@ TASKS: dict[str, Callable[[Task], Any]] = {
     "counts": counts,
     "dataparallel": dataparallel,
 }
+
+
+def _spec(model: Model, shards_per_worker: int, task: Task) -> JobSpec:
+    workers = dist.get_world_size()
+    return model.spec(shards=shards_per_worker * workers, workers=workers, threads=task["threads"])
 
 
 def _group() -> dist.ProcessGroup:
