@@ -55,6 +55,22 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes_under_anoth
     assert "identical" in output
 
 
+def test_sigterm_to_the_whole_process_group_is_a_planned_stop_too(
+    start_command: StartCommand, write_job: WriteJob, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    job = write_job(args={"pause_s": 0.2, "gate": str(gate)})
+    process = start_command(
+        *("train", job, "--workers", "1"), cwd=tmp_path, start_new_session=False, process_group=0
+    )
+    wait_until(lambda: os.listdir(gate), 180, "the first step")
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 3, output
+    assert "status         interrupted" in output
+
+
 def test_sigterm_to_the_driver_is_a_planned_stop(
     start_command: StartCommand, write_job: WriteJob, tmp_path: Path, wait_until: WaitUntil
 ) -> None:

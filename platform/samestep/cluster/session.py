@@ -6,8 +6,9 @@ import json
 import logging
 import math
 import os
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,16 +88,39 @@ def _start_local(spec: JobSpec, runtime_env: dict[str, Any]) -> list[str]:
             f"this machine has {cores} cores; the local cluster advertises {needed}, so that "
             f"{spec.workers.min} workers find room (they share the cores)"
         )
-    ray.init(
-        address="local",
-        num_cpus=max(cores, needed),
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        runtime_env=runtime_env,
-        log_to_driver=True,
-        logging_level=logging.WARNING,
-    )
+    with _group_of_its_own():
+        ray.init(
+            address="local",
+            num_cpus=max(cores, needed),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            runtime_env=runtime_env,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+        )
     return notes
+
+
+@contextmanager
+def _group_of_its_own() -> Iterator[None]:
+    """Starts what is started in here in another process group than this process's.
+
+    A signal to the whole group (Ctrl-C in a terminal, `timeout`, a batch system) is meant for the
+    driver, which plans a stop; the cluster must live until the last checkpoint is written.
+    """
+    group = os.getpgrp()
+    # One process holds the new group; the other keeps the present one alive to come back to.
+    new = subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0)
+    old = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    try:
+        with suppress(PermissionError):  # the leader of a session can't leave its group
+            os.setpgid(0, new.pid)
+        yield
+    finally:
+        if os.getpgrp() != group:
+            os.setpgid(0, group)
+        for holder in (new, old):
+            holder.communicate()
 
 
 def _described(*, is_local: bool, notes: list[str]) -> Session:
