@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,26 +13,10 @@ from samestep.engine.buckets import Buckets
 from samestep.engine.exchange import PeerErrors, Traffic, add_into, divide
 from samestep.exact.tree import Node, finish, shard_range, subtrees
 
-NODES_PER_PIECE = 64
+NODES_PER_BUCKET = 64
 FINISHED_TAG = 1 << 20
-# Slices travel in pieces, so that one is added up while the next one is on its way, and is still in
-# the processor's cache when it is divided and sent on.
-PIECE_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A part of every worker's slice of a bucket.
-
-    Attributes:
-        number: over all buckets; tags are made of it.
-        start: first element, counted from the start of a slice.
-        stop: one past the last.
-    """
-
-    number: int
-    start: int
-    stop: int
+# A slice is added up and divided in parts that stay in the processor's cache in between.
+PART_BYTES = 1 << 20
 
 
 class Pairwise:
@@ -55,7 +38,6 @@ class Pairwise:
         self._nodes = {
             peer: subtrees(shard_range(shards, self._world_size, peer)) for peer in self._peers
         }
-        self._pieces = _cut(buckets, self._world_size)
         self._staging = [
             {
                 (peer, node): torch.empty(layout.numel // self._world_size, dtype=layout.dtype)
@@ -65,7 +47,7 @@ class Pairwise:
             for layout in buckets.layouts
         ]
         self._order: list[int] = []
-        self._sums: dict[tuple[int, int, Node], Any] = {}
+        self._sums: list[dict[tuple[int, Node], Any]] = []
         self._finished: list[tuple[int, Any]] = []
         self._sends: list[tuple[int, Any]] = []
         self.traffic = Traffic()
@@ -74,16 +56,15 @@ class Pairwise:
         """Posts the receives of phase 1."""
         self.traffic = Traffic()
         self._order, self._sends, self._finished = [], [], []
-        self._sums = {
-            (piece.number, peer, node): self._irecv(
-                tensor[piece.start : piece.stop],
-                peer,
-                piece.number * NODES_PER_PIECE + self._nodes[peer].index(node),
-            )
-            for pieces, staging in zip(self._pieces, self._staging, strict=True)
-            for piece in pieces
-            for (peer, node), tensor in staging.items()
-        }
+        self._sums = [
+            {
+                (peer, node): self._irecv(
+                    tensor, peer, bucket * NODES_PER_BUCKET + self._nodes[peer].index(node)
+                )
+                for (peer, node), tensor in staging.items()
+            }
+            for bucket, staging in enumerate(self._staging)
+        ]
 
     def send(self, bucket: int) -> None:
         """Phase 1 of a bucket, in order of completion; posts the receives of its phase 2.
@@ -92,47 +73,45 @@ class Pairwise:
         be received where they are sent from.
         """
         self._order.append(bucket)
-        active = self._buckets.active(bucket)
-        for piece in self._pieces[bucket]:
-            for number, (_, tensor) in enumerate(self._buckets.sums(bucket)):
-                for peer in self._peers:
-                    tag = piece.number * NODES_PER_PIECE + number
-                    self._isend(self._part(tensor, peer, piece), peer, tag)
-        for piece in self._pieces[bucket]:
+        for number, (_, tensor) in enumerate(self._buckets.sums(bucket)):
             for peer in self._peers:
-                place = self._part(active, peer, piece)
-                work = self._irecv(place, peer, FINISHED_TAG + piece.number)
-                self._finished.append((peer, work))
+                self._isend(self._slice(tensor, peer), peer, bucket * NODES_PER_BUCKET + number)
+        for peer in self._peers:
+            place = self._slice(self._buckets.active(bucket), peer)
+            self._finished.append((peer, self._irecv(place, peer, FINISHED_TAG + bucket)))
 
     def complete(self, divisor: float) -> None:
         """Finishes the own slices, then hands them round (phase 2)."""
         for bucket in self._order:
-            for piece in self._pieces[bucket]:
-                own = self._finish(bucket, piece)
-                divide(own, divisor)
-                for peer in self._peers:
-                    self._isend(own, peer, FINISHED_TAG + piece.number)
+            for (peer, _), work in self._sums[bucket].items():
+                self._wait(work, peer)
+            own = self._finish(bucket, divisor)
+            for peer in self._peers:
+                self._isend(own, peer, FINISHED_TAG + bucket)
         for peer, work in (*self._finished, *self._sends):
             self._wait(work, peer)
 
-    def _finish(self, bucket: int, piece: _Piece) -> Tensor:
-        """The sum over all shards of a piece of the own slice, in the active buffer."""
+    def _finish(self, bucket: int, divisor: float) -> Tensor:
+        """The mean over all shards of the own slice, in the active buffer."""
         nodes: dict[Node, Tensor] = {
-            node: self._part(tensor, self._world_rank, piece)
+            node: self._slice(tensor, self._world_rank)
             for node, tensor in self._buckets.sums(bucket)
         }
         own = nodes[self._buckets.plan.nodes[-1]]
-        for (peer, node), staging in self._staging[bucket].items():
-            self._wait(self._sums[piece.number, peer, node], peer)
-            nodes[node] = staging[piece.start : piece.stop]
-        total = finish(nodes, add_into(own), self._shards)
-        if total is not own:
-            own.copy_(total)
+        nodes |= {node: tensor for (_, node), tensor in self._staging[bucket].items()}
+        step = PART_BYTES // own.dtype.itemsize
+        for start in range(0, len(own), step):
+            parts = {node: tensor[start : start + step] for node, tensor in nodes.items()}
+            target = parts[self._buckets.plan.nodes[-1]]
+            total = finish(parts, add_into(target), self._shards)
+            if total is not target:
+                target.copy_(total)
+            divide(target, divisor)
         return own
 
-    def _part(self, tensor: Tensor, owner: int, piece: _Piece) -> Tensor:
-        start = owner * (tensor.numel() // self._world_size)
-        return tensor[start + piece.start : start + piece.stop]
+    def _slice(self, tensor: Tensor, owner: int) -> Tensor:
+        size = tensor.numel() // self._world_size
+        return tensor[owner * size : (owner + 1) * size]
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> None:
         self.traffic.sent_bytes += tensor.nbytes
@@ -149,21 +128,3 @@ class Pairwise:
         with PeerErrors(peer):
             work.wait()
         self.traffic.wait_s += time.perf_counter() - started
-
-
-def _cut(buckets: Buckets, world_size: int) -> list[list[_Piece]]:
-    """The pieces of a slice, for each bucket."""
-    pieces: list[list[_Piece]] = []
-    count = 0
-    for layout in buckets.layouts:
-        size = layout.numel // world_size
-        step = PIECE_BYTES // layout.dtype.itemsize
-        starts = range(0, size, step)
-        pieces.append(
-            [
-                _Piece(number=count + place, start=start, stop=min(start + step, size))
-                for place, start in enumerate(starts)
-            ]
-        )
-        count += len(starts)
-    return pieces
