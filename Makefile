@@ -20,7 +20,7 @@ TORCH_INDEX_URL ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help venv train test test-system bench chaos lint fmt
+.PHONY: help venv train test test-system bench lint fmt
 
 help: ## Lists the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -48,9 +48,6 @@ test-system: venv ## Runs the tests that need Debian packages or another user
 
 bench: venv ## Measures step times against stock DDP
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
-
-chaos: venv ## Runs the long tests with random faults
-	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 lint: venv ## Checks style, types and the layers of the code
 	$(BIN)/ruff check

@@ -145,7 +145,9 @@ class Numerics(Part):
 class GradScaler(Part):
     """Loss scaling for `precision: fp16` (arguments of torch.amp.GradScaler)."""
 
-    init_scale: float = Field(65536.0, gt=0, description="first scale", json_schema_extra=BITS)
+    init_scale: float = Field(
+        65536.0, gt=0, le=3e38, description="first scale", json_schema_extra=BITS
+    )
     growth_factor: float = Field(
         2.0, gt=1, description="factor when the scale grows", json_schema_extra=BITS
     )

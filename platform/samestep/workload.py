@@ -240,7 +240,7 @@ def load_workload(
                 "installed packages"
             ) from error
         raise WorkloadError(_raised(name, "importing it", error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkloadError(_raised(name, "importing it", error)) from error
     cls = getattr(module, class_name, None)
     if cls is None:
@@ -260,7 +260,7 @@ def load_workload(
         workload: Workload = cls.__new__(cls)
         workload._output_folder = output_folder
         workload.__init__(**args)  # type: ignore[misc]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkloadError(_raised(name, f"{class_name}(**args)", error)) from error
     return workload
 

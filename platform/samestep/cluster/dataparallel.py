@@ -5,7 +5,6 @@ For debugging on a single node: no process group, one process, breakpoints work.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import ray
 from samestep.cluster.debugger import Terminal, dial
 from samestep.cluster.folders import Desk, Folders, at_desk
 from samestep.cluster.monitor import POLL_S, Monitor
-from samestep.errors import PlacementError
+from samestep.cluster.placement import actor_resources
 from samestep.spec import JobSpec, dump_spec, parse_spec
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def run(
         What went wrong, or None.
     """
     spec = order.spec
-    gpus = _gpus(spec)
+    resources = actor_resources(spec)
     config = {
         "spec": dump_spec(spec),
         "run_uri": order.run_uri,
@@ -98,7 +97,9 @@ def run(
     }
     failure = None
     for _ in range(spec.faults.retries.infrastructure + 1):
-        remote: Any = ray.remote(Trainer).options(num_cpus=spec.resources.cpu, num_gpus=gpus)
+        remote: Any = ray.remote(Trainer).options(
+            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0)
+        )
         actor = remote.remote()
         try:
             pending = [actor.run.remote(config)]
@@ -115,17 +116,3 @@ def run(
         finally:
             ray.kill(actor)
     return failure
-
-
-def _gpus(spec: JobSpec) -> int:
-    if not spec.resources.gpu:
-        return 0
-    most: int = max(
-        math.floor(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]
-    )
-    if most == 0:
-        raise PlacementError(
-            "resources.gpu is 1, but no node of the cluster has a GPU: set resources.gpu: 0 to "
-            "train on the CPU (other bits than on a GPU)"
-        )
-    return most

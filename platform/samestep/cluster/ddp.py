@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import uuid
 from datetime import timedelta
@@ -77,7 +78,9 @@ def train_worker(config: dict[str, Any]) -> None:
     with at_desk(config, world_rank=dist.get_rank(), world_size=dist.get_world_size()) as desk:
         as_planned = _attempt(config, desk)
     if not as_planned:
-        # Lets the others go, who wait for this worker: its sockets must close.
+        # Lets the others go, who wait for this worker: its sockets must close, so nothing that a
+        # user's exception still holds in a cycle may keep them.
+        gc.collect()
         dist.destroy_process_group()
 
 

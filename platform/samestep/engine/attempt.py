@@ -36,13 +36,19 @@ from samestep.engine.setup import (
     turns_of,
 )
 from samestep.engine.step import StepEngine
-from samestep.errors import CheckpointError, PeerLostError, SamestepError, UserCodeError
+from samestep.errors import (
+    CheckpointError,
+    PeerLostError,
+    SamestepError,
+    UserCodeError,
+    WorkloadError,
+)
 from samestep.exact import numerics
 from samestep.exact.digest import live_digest
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
-from samestep.telemetry.link import Link, Target
+from samestep.telemetry.link import Link, Patient, Target
 from samestep.telemetry.logs import WorkerFiles
 from samestep.workload import load_workload
 
@@ -92,6 +98,7 @@ def run_attempt(spec: JobSpec, place: Place) -> bool:
     Raises:
         PeerLostError: another worker went away for no known reason; worth a restart.
     """
+    place = replace(place, target=Patient(place.target))
     attempt = int(place.target.call("status")["attempt"])
     runner = _Attempt(spec, place, attempt)
     try:
@@ -100,7 +107,7 @@ def run_attempt(spec: JobSpec, place: Place) -> bool:
         if runner.verdict_known():
             return False
         raise
-    except Exception as error:  # whatever it is, it is told once, by the worker that met it
+    except (Exception, SystemExit) as error:  # told once, by the worker that met it
         runner.fail(error)
         return False
     finally:
@@ -126,14 +133,16 @@ class _Attempt:
         device = place.devices[0]
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        fingerprint = numerics.fingerprint(spec, device.type)
-        mixed = compare_fingerprints(spec, peers, fingerprint)
         require_shared_storage(self._run, peers)
         output_folder = place.files.output_folder if place.files is not None else None
         workload = load_workload(
             spec.workload, spec.args, place.search, output_folder=output_folder
         )
         built = build(spec, workload, device)
+        # Again, because the workload's module may have set what torch keeps globally.
+        numerics.pin(spec)
+        fingerprint = numerics.fingerprint(spec, device.type)
+        mixed = compare_fingerprints(spec, peers, fingerprint)
         check_encodable(built.parts)
         saved = Resumption(
             spec, run=self._run, peers=peers, target=place.target, attempt=self._attempt
@@ -152,7 +161,9 @@ class _Attempt:
             loader_processes=spec.loader_processes,
             pin_memory=device.type == "cuda",
         )
-        if saved.step < built.end_step:
+        # A checkpoint at step 0 was taken after before_step(0).
+        has_begun = saved.step == 0 and saved.digest is not None
+        if saved.step < built.end_step and not has_begun:
             before_step(spec, built.workload, replicas, saved.step)
         scaler = built.parts.scaler
         scale: Callable[[torch.Tensor], torch.Tensor] = scaler.scale if scaler else _unscaled
@@ -165,8 +176,17 @@ class _Attempt:
             scale=scale,
         )
         self._engine = exact
-        state = live_digest(collect(built.parts, step=saved.step, extras={}).tensors)
-        formed = compare_canary(spec, exact, peers, built.order, self._feed.take_apart, state)
+        state = collect(built.parts, step=saved.step, extras={}).tensors
+        formed = compare_canary(
+            spec, exact, peers, built.order, self._feed.take_apart, live_digest(state)
+        )
+        grown = collect(built.parts, step=saved.step, extras={}).tensors.keys() - state.keys()
+        if grown:
+            raise WorkloadError(
+                f"the model's state gets {', '.join(sorted(grown))} in its first forward, so a "
+                "fresh model could not take a checkpoint of it: register buffers in model(), with "
+                "their shapes"
+            )
         exact.nominal_weight = nominal_weight(
             saved.nominal_weight or spec.nominal_weight, formed.canary, exact.nominal_weight
         )
@@ -193,7 +213,7 @@ class _Attempt:
             link=self._link,
             attempt=self._attempt,
             start=replace(saved, nominal_weight=exact.nominal_weight),
-            numerics=fingerprint,
+            fingerprint=fingerprint,
             on_step=self._at,
             on_finished=place.on_finished,
         ).train()
@@ -216,7 +236,7 @@ class _Attempt:
             time.sleep(0.1)
         return False
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tells the recorder: first the incident, then the verdict."""
         import traceback
 
@@ -313,7 +333,7 @@ def verdict_outcome(verdict: dict[str, Any] | None) -> tuple[int, str] | None:
     return int(status or 1), str(verdict["message"])
 
 
-def _incident_kind(error: Exception) -> IncidentKind:
+def _incident_kind(error: BaseException) -> IncidentKind:
     from samestep.errors import DivergenceError
 
     if isinstance(error, DivergenceError):

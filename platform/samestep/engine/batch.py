@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
         items = {key: map_tensors(value, function) for key, value in batch.items()}
         if type(batch) is dict:
             return items
+        if isinstance(batch, MappingProxyType):
+            return MappingProxyType(items)
         made = _shallow_copy(batch)
         made.update(items)
         return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, function) for value in batch)
+        return _like(batch, [map_tensors(value, function) for value in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         made = _shallow_copy(batch)
         for field in dataclasses.fields(batch):
@@ -39,6 +42,17 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(made, field.name, value)
         return made
     return batch
+
+
+def _like(batch: Any, values: list[Any]) -> Any:
+    """The values in a sequence of the batch's own type, whatever its constructor takes."""
+    if type(batch) in (list, tuple):
+        return type(batch)(values)
+    if isinstance(batch, list):
+        made = _shallow_copy(batch)
+        made[:] = values
+        return made
+    return tuple.__new__(type(batch), values)
 
 
 def tensors_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -29,6 +29,7 @@ class BufferKeeper:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._modes = [(module, module.training) for module in model.modules()]
         self.live = [module._buffers[name] for module, name, _ in self._places]
         offsets, end = [], 0
         for buffer in self.live:
@@ -42,14 +43,21 @@ class BufferKeeper:
         self._after_views = self._views(self._after, offsets)
 
     def start_step(self) -> None:
-        """Takes down the buffers as they are."""
+        """Takes down the buffers, and each module's mode, as they are."""
+        self._modes = [(module, module.training) for module, _ in self._modes]
         self._copy(self._before_views, self._live())
 
     def start_shard(self) -> None:
-        """Puts the buffers back to what they were before the step."""
+        """Puts the buffers, and the modes, back to what they were before the step."""
+        self.restore_modes()
         for (module, name, _), tensor in zip(self._places, self.live, strict=True):
             module._buffers[name] = tensor
         self._copy(self._live(), self._before_views)
+
+    def restore_modes(self) -> None:
+        """Puts each module's mode back to what it was before the step."""
+        for module, training in self._modes:
+            module.training = training
 
     def keep(self) -> None:
         """The shard just computed is the first with weight: its buffers are the step's."""

@@ -119,10 +119,6 @@ class FastEngine:
     def sync_replicas(self) -> None:
         """There is one replica."""
 
-    def restore_buffers(self) -> None:
-        """Puts the buffers back to before the step."""
-        self.main.keeper.start_shard()
-
     def close(self) -> None:
         """Lets the gradients go."""
         for parameter in self.main.model.parameters():

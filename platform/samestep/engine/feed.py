@@ -70,7 +70,10 @@ class Fetcher(Dataset[Fetched]):
             what = f"collate ({where}, samples {list(ids)})"
             seed_everything(self._seed, *collate_key)
             return Fetched(batch=self._workload.collate(samples))
-        except Exception as error:  # the user's own code: told whole, in whichever process
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # the user's own code: told whole, in whichever process
             text = "".join(traceback.format_exception(error))
             kind = type(error).__name__
             return Fetched(error=f"{what} raised {kind}: {error}\n{advice_for(error)}{text}")

@@ -27,6 +27,7 @@ from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.update import Updated, apply_update
 from samestep.errors import DivergenceError, ExitStatus, RecorderError
+from samestep.exact import numerics
 from samestep.exact.digest import ids_digest, live_digest
 from samestep.names import Event
 from samestep.spec import JobSpec, bits_part
@@ -58,7 +59,7 @@ class Loop:
         link: Link | None,
         attempt: int,
         start: Saved,
-        numerics: dict[str, Any],
+        fingerprint: dict[str, Any],
         on_step: Callable[[int], None],
         on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None,
     ) -> None:
@@ -74,7 +75,7 @@ class Loop:
         self._attempt = attempt
         self._step = self._first_step = start.step
         self._nominal_weight = start.nominal_weight
-        self._numerics = numerics
+        self._numerics = fingerprint
         self._on_step = on_step
         self._device = engine.main.device
         self._appraisal = Appraisal(
@@ -159,6 +160,7 @@ class Loop:
         spec, built, step = self._spec, self._built, self._step
         started = time.perf_counter()
         self._data_wait_s = 0.0
+        numerics.require_pinned(spec)
         if step != self._first_step:
             # That of the first was called when the group formed: the canary needs it too.
             before_step(spec, built.workload, self._engine.replicas, step)

@@ -102,7 +102,12 @@ def forward_shard(
             "detached, computed under no_grad, or no parameter that requires a gradient took "
             "part"
         )
-    number = float(num_samples) if weight is None else float(weight)
+    try:
+        number = float(num_samples) if weight is None else float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WorkloadError(
+            f"{name}.loss returned the weight {weight!r} ({where}); it must be one number"
+        ) from error
     if not (number >= 0 and math.isfinite(number)):
         raise WorkloadError(f"{name}.loss returned the weight {number} ({where}); it must be >= 0")
     return ShardResult(
@@ -156,11 +161,11 @@ def in_user_code(function: Callable[[], T], what: str) -> T:
         return function()
     except SamestepError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise told(error, what) from error
 
 
-def told(error: Exception, what: str) -> SamestepError:
+def told(error: BaseException, what: str) -> SamestepError:
     """The samestep error for an exception of the workload."""
     text = "".join(traceback.format_exception(error))
     if "does not have a deterministic implementation" in str(error):

@@ -24,7 +24,6 @@ from samestep.errors import (
     DivergenceError,
     NotExactError,
     PeerLostError,
-    SamestepError,
     WorkloadError,
 )
 from samestep.exact.digest import ids_digest, live_digest
@@ -157,7 +156,7 @@ class StepEngine:
             try:
                 if plans[shard].ids:
                     result = self._forward(replica, plans[shard], take, results)
-            except SamestepError as error:
+            except Exception as error:
                 # The others are waiting for the small talk: they learn of it there.
                 self._peers.gather({"error": f"{type(error).__name__}: {error}"})()
                 raise
@@ -269,6 +268,8 @@ class StepEngine:
         )
 
     def _settle_buffers(self, weights: list[float]) -> None:
+        for replica in self.replicas:
+            replica.keeper.restore_modes()
         first = next((shard for shard, weight in enumerate(weights) if weight > 0), None)
         if first is None:
             for replica in self.replicas:
@@ -283,10 +284,6 @@ class StepEngine:
             if first in replica.shards:
                 self.main.keeper.take_over(replica.keeper)
         self.main.keeper.end_step(self._peers, owner)
-
-    def restore_buffers(self) -> None:
-        """Puts the buffers back to before the step (a step that is left out)."""
-        self.main.keeper.start_shard()
 
     def sync_replicas(self) -> None:
         """After the update: every other replica takes the main one's parameters and buffers."""

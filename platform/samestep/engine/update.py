@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from samestep.checkpoint.state import Parts
 from samestep.engine.ema import update_averages
 from samestep.engine.schedule import step_schedule
+from samestep.engine.shard import in_user_code
 from samestep.exact.seeds import Purpose, seed_everything
 from samestep.spec import JobSpec
 
@@ -74,6 +76,7 @@ def apply_update(
     learning_rates = [float(group["lr"]) for group in parts.optimizer.param_groups if "lr" in group]
     grad_norm, skipped = math.nan, not parameters
     seed_everything(spec.seed, Purpose.OPTIMIZER, step, device=device)
+    parameters = _optimized(parts.optimizer, parameters)
     if parameters:
         scaler = parts.scaler
         if scaler is not None:
@@ -83,19 +86,26 @@ def apply_update(
         if spec.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, spec.clip_norm, norm)
         if scaler is None:
-            parts.optimizer.step()
+            in_user_code(parts.optimizer.step, f"the optimizer at step {step}")
         else:
-            scale = scaler.get_scale()
-            scaler.step(parts.optimizer)
+            found = scaler._found_inf_per_device(parts.optimizer)
+            skipped = any(bool(flag) for flag in found.values())
+            in_user_code(lambda: scaler.step(parts.optimizer), f"the optimizer at step {step}")
             scaler.update()
-            skipped = scaler.get_scale() < scale
         grad_norm = float(norm)
     if parts.ema is not None and not skipped:
         assert spec.ema.decay is not None
         update_averages(parts.ema, parts.model, spec.ema.decay)
     if parts.scheduler is not None and schedule_due:
-        step_schedule(parts.scheduler)
+        scheduler = parts.scheduler
+        in_user_code(lambda: step_schedule(scheduler), f"the scheduler after step {step}")
     return Updated(grad_norm=grad_norm, learning_rates=learning_rates, skipped=skipped)
+
+
+def _optimized(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that the optimizer updates: the others count neither for the norm nor for clipping."""
+    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in parameters if id(p) in ours]
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
+from samestep.errors import NotExactError
 from samestep.spec import JobSpec
 
 BINDING = "binding"
@@ -87,6 +88,26 @@ def pin(spec: JobSpec) -> None:
         setattr(compiler, name, value)  # in force in this thread only
 
 
+def require_pinned(spec: JobSpec) -> None:
+    """Refuses to go on when the workload's code changed what `pin` set; cheap, for every step.
+
+    Raises:
+        NotExactError: names the setting.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    if threads != spec.threads:
+        raise NotExactError(
+            f"this thread has {threads} intra-op threads, the job says threads: {spec.threads}: "
+            "the workload's code must not call torch.set_num_threads; set threads in the job file"
+        )
+    if not torch.are_deterministic_algorithms_enabled():
+        raise NotExactError(
+            "the workload's code switched torch.use_deterministic_algorithms off: leave it on"
+        )
+
+
 class GlobalsKept:
     """Remembers torch's global settings and puts them back (for notebooks and tests)."""
 
@@ -102,6 +123,7 @@ class GlobalsKept:
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
         self._cudnn = (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
         self._matmul = matmul.allow_tf32
+        self._precision = torch.get_float32_matmul_precision()
 
     def __exit__(self, *_: object) -> None:
         """Puts them back."""
@@ -116,6 +138,7 @@ class GlobalsKept:
         cudnn = torch.backends.cudnn
         cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = self._cudnn
         torch.backends.cuda.matmul.allow_tf32 = self._matmul
+        torch.set_float32_matmul_precision(self._precision)
 
 
 def fingerprint(spec: JobSpec, device_type: str) -> dict[str, dict[str, Any]]:

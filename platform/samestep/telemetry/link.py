@@ -56,6 +56,46 @@ class InProcess:
             return getattr(self._recorder, method)(*args)
 
 
+class Patient:
+    """A target that is asked again while it is away: a recorder that died is started again.
+
+    For calls that may be repeated: commit, finish, fail and verdict are; an incident may then be
+    told twice.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._target = target
+        self._timeout_s = timeout_s
+        self._monotonic = monotonic
+        self._sleep = sleep
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Calls the recorder.
+
+        Raises:
+            RecorderError: it refuses, or was away for the whole time.
+        """
+        end, pause_s = self._monotonic() + self._timeout_s, FIRST_BACKOFF_S
+        while True:
+            try:
+                return self._target.call(method, *args)
+            except (ConnectionError, TimeoutError) as error:
+                if self._monotonic() >= end:
+                    raise RecorderError(
+                        f"the recorder was away for {self._timeout_s:g} s ({method}): {error}"
+                    ) from error
+                logger.warning("%s waits for the recorder: %r", method, error)
+            self._sleep(pause_s)
+            pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+
+
 class Link:
     """Delivers a worker's records; `record` from one thread, the rest from any.
 

@@ -205,3 +205,52 @@ class Still(Base):
     def before_step(self, model: nn.Module, step: int) -> None:
         if self.of == "frozen at 2" and step == 2:
             model.requires_grad_(False)
+
+
+class Meddling(Counting):
+    """Does in `loss`, from step 1 on, what a workload should not, or need not be minded.
+
+    Args:
+        deed: "threads", "nondeterministic", "exit", "weight" or "mode".
+    """
+
+    def __init__(self, *, deed: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.deed = deed
+        self.step = 0
+
+    def net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        self.step = step
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Loss:
+        if self.deed == "mode":
+            dropout = next(m for m in model.modules() if isinstance(m, nn.Dropout))
+            dropout.training = not dropout.training
+        value = super().loss(model, batch).value
+        if self.step == 0:
+            return Loss(value=value)
+        if self.deed == "threads":
+            torch.set_num_threads(3)
+        if self.deed == "nondeterministic":
+            torch.use_deterministic_algorithms(False)
+        if self.deed == "exit":
+            raise SystemExit(0)
+        if self.deed == "weight":
+            return Loss(value=value, weight=torch.ones(3))
+        return Loss(value=value)
+
+
+class Growing(Counting):
+    """Its state grows a buffer in the first forward."""
+
+    def net(self) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.register_buffer("seen", None)
+        return model
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Loss:
+        model.seen = batch.sum()
+        return super().loss(model, batch)
