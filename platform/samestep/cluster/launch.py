@@ -277,11 +277,16 @@ def _set_aside(run: Storage, name: str, spec: JobSpec) -> None:
 
 
 def _attach(run: Storage, name: str, observer: Observer) -> Outcome | None:
-    """Follows a live run; None when its holder went away without ending it."""
+    """Follows a live run; None when its holder went away without ending it.
+
+    An end that was there before (a driver on its way out after a planned stop) is not waited for
+    as the outcome: the run is then resumed.
+    """
     from samestep.telemetry.follow import Follower
 
     seen, changed_at = leases.holder(run), time.monotonic()
     assert seen is not None
+    ended_before = read_result(run)
     follower = Follower(run, name)
     follower.say(f"the run is alive ({seen.where}); following it, Ctrl-C leaves it running")
     while True:
@@ -292,7 +297,9 @@ def _attach(run: Storage, name: str, observer: Observer) -> Outcome | None:
         gone = present is None or not present.alive
         if gone or time.monotonic() - changed_at > leases.STALE_S:
             result = read_result(run)
-            return _outcome(run, name, result) if result is not None else None
+            if result is None or result == ended_before:
+                return None
+            return _outcome(run, name, result)
         time.sleep(ATTACH_POLL_S)
 
 

@@ -29,6 +29,7 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
     from samestep.cluster.launch import finish_if_open
 
     spec = order.spec
+    observer({"output": "starting Ray and its workers (some seconds) ...", "messages": []})
     with (
         ray_session(spec) as session,
         worker_output_to(lambda line: observer({"output": line, "messages": []})),
