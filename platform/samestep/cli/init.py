@@ -26,7 +26,7 @@ def init(
     It trains as it is, in seconds. A folder that holds something already is refused.
     """
     command = _command()
-    made = write_scaffold(name, command=command)
+    made = write_scaffold(name, command="samestep")
     print(f"{name}: {', '.join(made.files)}")
     print(made.data)
     print("\nNext:")
