@@ -7,7 +7,9 @@
 How: all engines live in the same worker processes (torchrun starts them) and take steps in turn,
 in an order that changes from round to round, from the same batches in memory. Compared are the
 times of one round; of these ratios the median per launch, and of those the median, least and
-largest over launches. Step times by themselves drift too much to be compared.
+largest over launches. Step times by themselves drift too much to be compared. The plain script gets
+what samestep's workers have: MKL_CBWR, and an allocator that keeps freed memory for the next step;
+without the latter page faults make one engine or another slower, by chance, in each launch.
 
     steps         exact, fast and a plain DDP script under two sets of stock flags: the default,
                   and gradient_as_bucket_view=True with set_to_none=False ("bucket view"); with
@@ -73,7 +75,8 @@ class Bench:
             parts[name]()
 
     def _launch(self, task: dict[str, Any], *, workers: int | None = None) -> Any:
-        task = {"threads": self._options.threads, "rounds": self._options.rounds, **task}
+        common = ("threads", "rounds", "stock_heap")
+        task = {**{name: getattr(self._options, name) for name in common}, **task}
         return launch(task, workers=workers or self._options.workers)
 
     def _launches(self, task: dict[str, Any]) -> list[Any]:
@@ -176,6 +179,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=_positive, help="of each launch (100)")
     parser.add_argument("--workers", type=_positive, default=2)
     parser.add_argument("--threads", type=_positive, default=1, help="per worker")
+    parser.add_argument(
+        "--stock-heap",
+        action="store_true",
+        help="leave the allocator as it is by default (samestep's workers keep freed memory)",
+    )
     parser.add_argument("--output", type=Path, default=Path("bench.json"))
     options = parser.parse_args()
     options.launches = options.launches or (QUICK["launches"] if options.quick else 5)

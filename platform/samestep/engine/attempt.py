@@ -23,6 +23,7 @@ from samestep.engine.appraisal import require_metrics
 from samestep.engine.canary import compare_canary, compare_fingerprints, nominal_weight
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
+from samestep.engine.heap import keep_freed_memory
 from samestep.engine.initial import Initial, load_initial
 from samestep.engine.loop import Loop
 from samestep.engine.peers import Peers
@@ -131,6 +132,8 @@ class _Attempt:
         spec, place, peers = self._spec, self._place, self._peers
         numerics.pin(spec)
         device = place.devices[0]
+        if device.type == "cpu" and place.mode != "local":  # there the process is the caller's
+            keep_freed_memory()
         if device.type == "cuda":
             torch.cuda.set_device(device)
         require_shared_storage(self._run, peers)
