@@ -12,11 +12,14 @@ import ctypes
 
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 
 # The largest that glibc takes; larger blocks are always mapped apart.
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _NEVER_TRIM_BYTES = 2**31 - 1
+# The heap of a thread is made of parts of this size; with as much to spare none is given back.
+_SPARE_BYTES = 64 << 20
 
 
 def keep_freed_memory() -> bool:
@@ -33,5 +36,9 @@ def keep_freed_memory() -> bool:
         _ = libc.gnu_get_libc_version
     except (AttributeError, OSError, TypeError):
         return False
-    trim = mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM_BYTES)
-    return bool(trim and mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES))
+    settings = {
+        _M_TRIM_THRESHOLD: _NEVER_TRIM_BYTES,
+        _M_TOP_PAD: _SPARE_BYTES,
+        _M_MMAP_THRESHOLD: _MMAP_THRESHOLD_BYTES,
+    }
+    return all([mallopt(name, value) for name, value in settings.items()])

@@ -24,7 +24,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def steps():
-    for _ in range(6):
+    for _ in range(12):
         before = faults()
         held = [torch.ones(2048, 2048) for _ in range(3)]
         passing = torch.ones(1024, 2048)
@@ -37,7 +37,7 @@ found = []
 thread = threading.Thread(target=steps)
 thread.start()
 thread.join()
-print(max(found[1:]))
+print(max(found[-4:]))
 """
 
 
