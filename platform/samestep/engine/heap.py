@@ -41,4 +41,4 @@ def keep_freed_memory() -> bool:
         _M_TOP_PAD: _SPARE_BYTES,
         _M_MMAP_THRESHOLD: _MMAP_THRESHOLD_BYTES,
     }
-    return all([mallopt(name, value) for name, value in settings.items()])
+    return all(mallopt(name, value) for name, value in settings.items())
