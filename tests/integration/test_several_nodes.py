@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from samestep import JobSpec, PlacementError, parse_spec, train
-from samestep.cluster.environment import TRAIN_ENVIRONMENT
+from samestep.cluster.environment import TRAIN_ENVIRONMENT, prepare_ray
 from samestep.exact import numerics
 
 MakeSpec = Callable[..., JobSpec]
@@ -49,6 +49,7 @@ def _start(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A head without slots and two nodes of one slot each; this process is a driver on the head."""
+    prepare_ray()
     port = _free_port(HEAD)
     # Short: Ray puts sockets below it, whose paths may have 107 characters.
     base = tmp_path_factory.getbasetemp().parent
