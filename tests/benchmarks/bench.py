@@ -13,7 +13,8 @@ without the latter page faults make one engine or another slower, by chance, in 
 
     steps         exact, fast and a plain DDP script under two sets of stock flags: the default,
                   and gradient_as_bucket_view=True with set_to_none=False ("bucket view"); with
-                  several shards per worker the plain script accumulates under no_sync
+                  several shards per worker the plain script accumulates under no_sync, and the two
+                  sets of flags take turns, so that half of the rounds go to each
     profile       where the exact engine's time goes
     counts        extra gradient buffers and bytes sent in a step, against the forecast
     dataparallel  one process with all shards in turn against workers in parallel; on GPUs also
@@ -46,7 +47,7 @@ PARTS = ("steps", "profile", "counts", "dataparallel")
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
 DATAPARALLEL_MODELS = ("digits", "mlp")
 DATAPARALLEL_SHARDS = 4
-DATAPARALLEL_ROUNDS = 50
+DATAPARALLEL_ROUNDS = 30
 PROFILE_ROUNDS = 20
 
 QUICK = {"launches": 1, "rounds": 10}

@@ -38,7 +38,8 @@ class Contender:
         step: takes the step of a number, update included.
         model: what it trains.
         takes_part: this worker has something to do in it.
-        every: it takes part in one round of so many.
+        every: it takes part in one round of so many,
+        turn: in those whose number leaves this remainder.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Contender:
     model: nn.Module | None
     takes_part: bool = True
     every: int = 1
+    turn: int = 0
 
 
 class Batches:

@@ -31,18 +31,21 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median=statistics.median(values), least=min(values), largest=max(values))
 
 
-def paired_ratio(launches: Sequence[Times], name: str, base: str) -> Spread:
-    """Of each launch the median over rounds of `name`'s time over `base`'s in the same round."""
-    return spread(
+def paired_ratio(launches: Sequence[Times], name: str, base: str) -> Spread | None:
+    """Of each launch the median over rounds of `name`'s time over `base`'s in the same round.
+
+    Returns:
+        Its spread over launches; None where there was no round with both.
+    """
+    ratios = [
         [
-            statistics.median(
-                a / b
-                for a, b in zip(times[name], times[base], strict=True)
-                if a is not None and b is not None
-            )
-            for times in launches
+            a / b
+            for a, b in zip(times[name], times[base], strict=True)
+            if a is not None and b is not None
         ]
-    )
+        for times in launches
+    ]
+    return spread([statistics.median(of_launch) for of_launch in ratios]) if all(ratios) else None
 
 
 def median_ms(launches: Sequence[Times], name: str) -> Spread:
@@ -63,8 +66,8 @@ def step_rows(launches: Sequence[dict[str, Times]], bases: Sequence[str]) -> lis
     cpu = [launch["cpu_s"] for launch in launches]
 
     def ratios(times: Sequence[Times], name: str) -> dict[str, Any]:
-        others = (base for base in bases if base != name)
-        return {base: paired_ratio(times, name, base).to_json() for base in others}
+        found = {base: paired_ratio(times, name, base) for base in bases if base != name}
+        return {base: ratio.to_json() for base, ratio in found.items() if ratio is not None}
 
     return [
         {

@@ -27,7 +27,7 @@ def alternate(contenders: Sequence[Contender], num_rounds: int) -> dict[str, Tim
     cpu: Times = {contender.name: [] for contender in contenders}
     for number in range(WARM_UP_ROUNDS + num_rounds):
         for contender in _turned(contenders, number):
-            if number >= WARM_UP_ROUNDS and number % contender.every:
+            if number >= WARM_UP_ROUNDS and number % contender.every != contender.turn:
                 wall[contender.name].append(None)
                 cpu[contender.name].append(None)
                 continue
