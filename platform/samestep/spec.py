@@ -250,6 +250,7 @@ class JobSpec(Part):
     storage: str = Field(
         "./runs",
         min_length=1,
+        pattern=r"\S",
         description="folder or URI (s3://, gs://) that holds the run directories",
         json_schema_extra=FREE,
     )
@@ -410,6 +411,11 @@ def dump_spec(spec: JobSpec) -> str:
 
 def _set(data: dict[str, Any], dotted: str, value: object) -> None:
     *parents, leaf = dotted.split(".")
+    if not all(part.strip() for part in (*parents, leaf)):
+        raise SpecError(
+            f"--set {dotted}: a name is empty between the dots; give the path of a field, such as "
+            "checkpoint.keep"
+        )
     for part in parents:
         inner = data[part] = {} if data.get(part) is None else data[part]
         if not isinstance(inner, dict):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from samestep.checkpoint.manifest import CheckpointMeta
+from samestep.checkpoint.ranking import Ranking
 from samestep.checkpoint.state import State
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import write_files
@@ -102,7 +103,14 @@ def make_run(tmp_path: Path) -> MakeRun:
                 tensors={"model/w": torch.full((3,), value)},
                 values={"extras": {}},
             )
-            meta = CheckpointMeta(numerics={}, spec={}, created_s=0.0)
+            accuracy_then = (evaluation or {}).get(step)
+            meta = CheckpointMeta(
+                numerics={},
+                spec={},
+                created_s=0.0,
+                evaluation={} if accuracy_then is None else {"accuracy": accuracy_then},
+                ranking=Ranking.of(spec.checkpoint.best),
+            )
             recorder.commit(attempt, write_files(run, state, meta).to_json(), 9)
         if result is not None:
             recorder.finish(attempt, result)

@@ -144,6 +144,7 @@ def test_the_schema_carries_description_and_marking() -> None:
         ({"args": {"x": [math.nan]}}, "args.x.0: Input should be a finite number, got nan"),
         ({"args": {"list": {"float": {1}}}}, "args.list.float: input was not a valid JSON value"),
         ({"storage": ""}, "storage: String should have at least 1 character"),
+        ({"storage": " "}, "storage: String should match pattern"),
         ({"checkpoint": 3}, "checkpoint: Input should be a valid dictionary"),
         ({"checkpoint": {"best": {"metric": "a", "order": "up"}}}, "best.order: Input should be"),
         ({"ema": {"decay": 1}}, "ema.decay: Input should be less than 1, got 1"),
@@ -292,6 +293,12 @@ def test_a_part_left_empty_in_the_file_has_its_defaults(tmp_path: Path, given: s
 def test_an_override_without_path_or_value_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match=r"--set takes a\.b=value, got"):
         parse_override(text)
+
+
+@pytest.mark.parametrize("path", ["a..b", ".seed", "checkpoint. ", "checkpoint."])
+def test_an_override_with_an_empty_name_between_dots_is_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(SpecError, match="a name is empty between the dots"):
+        load_spec(write(tmp_path, JOB), {path: 3})
 
 
 def test_an_override_that_is_no_yaml_is_refused() -> None:

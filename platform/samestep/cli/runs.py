@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -49,12 +50,15 @@ def runs(
     if not found:
         print(f"no runs in {place.uri}")
         return
-    Console(soft_wrap=True, highlight=False).print(_table(found, time.time()))
+    console, table = Console(soft_wrap=True, highlight=False), _table(found, time.time())
+    # A narrow terminal wraps lines; the table itself would cut names.
+    console.width = max(console.width, Measurement.get(console, console.options, table).maximum)
+    console.print(table)
 
 
 def _table(found: list[RunLine], now_s: float) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("name", "status", "steps", "loss", "evaluation", "age", "size"):
+    for name in ("name", "status", "steps", "loss", "evaluation", "best", "age", "size"):
         right = name in ("steps", "loss", "age", "size")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for line in found:
@@ -66,10 +70,15 @@ def _table(found: list[RunLine], now_s: float) -> Table:
             steps,
             "-" if line.loss is None else f"{line.loss:.4g}",
             Text(evaluation or "-"),
+            Text(_best(line.best)),
             "-" if line.started_s is None else _age(now_s - line.started_s),
             _size(line.num_bytes),
         )
     return table
+
+
+def _best(best: dict[str, Any] | None) -> str:
+    return "-" if best is None else f"{best['metric']} {best['score']:.4g} at {best['step']}"
 
 
 def _age(seconds: float) -> str:

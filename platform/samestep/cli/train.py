@@ -16,6 +16,7 @@ from samestep.cli.errors import handles_errors, tell_error
 from samestep.cluster.launch import Outcome
 from samestep.cluster.launch import train as launch
 from samestep.spec import Mode, load_spec, parse_override
+from samestep.telemetry.programs import program
 
 
 @handles_errors
@@ -117,11 +118,12 @@ def _summary(outcome: Outcome, seconds: float) -> None:
         tell_error(outcome.message)
     if outcome.status == "interrupted":
         console.print("The same command again resumes, under other --workers or --mode too.")
-    console.print(f"Look next: samestep show {outcome.run}", soft_wrap=True)
+    samestep = program("samestep")
+    console.print(f"Look next: {samestep} show {outcome.run}", soft_wrap=True)
     if outcome.status == "done":
         console.print(
-            f"           samestep digest {outcome.run}\n"
-            f"           samestep compare {outcome.run} ANOTHER_RUN",
+            f"           {samestep} digest {outcome.run}\n"
+            f"           {samestep} compare {outcome.run} ANOTHER_RUN",
             soft_wrap=True,
         )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from samestep.errors import WorkloadError
 ALIGNMENT_BYTES = 64
 
 Signature = dict[str, tuple[str, int]]
-"""(dtype, number of dimensions) of every tensor, by its path in the batch."""
+"""(dtype, number of dimensions) of every tensor and NumPy array, by its path in the batch."""
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -57,7 +59,13 @@ def _like(batch: Any, values: list[Any]) -> Any:
 
 def tensors_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a batch with its path: "" for a bare one, "0", "image", "0.mask"."""
-    if isinstance(batch, Tensor):
+    for inner, value in _arrays_of(batch, path):
+        if isinstance(value, Tensor):
+            yield inner, value
+
+
+def _arrays_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor | np.ndarray[Any, Any]]]:
+    if isinstance(batch, Tensor | np.ndarray):
         yield path, batch
         return
     items: list[tuple[str, Any]] = []
@@ -70,7 +78,7 @@ def tensors_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         items = [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
     for key, value in items:
-        yield from tensors_of(value, f"{path}.{key}" if path else key)
+        yield from _arrays_of(value, f"{path}.{key}" if path else key)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -90,7 +98,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def signature(batch: Any) -> Signature:
     """What every later batch is compared with."""
-    return {path: (str(tensor.dtype), tensor.ndim) for path, tensor in tensors_of(batch)}
+    return {
+        path: (
+            f"{'numpy.' if isinstance(array, np.ndarray) else ''}{array.dtype}",
+            array.ndim,
+        )
+        for path, array in _arrays_of(batch)
+    }
 
 
 def check_batch(
@@ -108,9 +122,19 @@ def check_batch(
         where: names the step and shard in messages.
 
     Raises:
-        WorkloadError: another dtype, rank, declared dimension, or set of tensors.
+        WorkloadError: another dtype, rank, declared dimension, or set of tensors; or dimensions
+            declared of what is not in the batch.
     """
     found = signature(batch)
+    unknown = [path for path in dimensions if path not in found]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], found, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise WorkloadError(
+            f"the workload declares dimensions of {unknown[0]!r}, which the batch of {where} does "
+            f"not have; {hint}It has: {', '.join(map(repr, found)) or 'no tensor'} ('' is a bare "
+            "tensor)"
+        )
     if found != expected:
         lines = [
             f"{path or 'the batch'}: {_told(found.get(path))}, the first batch had "
@@ -121,7 +145,7 @@ def check_batch(
         raise WorkloadError(
             f"the batch of {where} is of another kind than the first: " + "; ".join(lines)
         )
-    for path, tensor in tensors_of(batch):
+    for path, tensor in _arrays_of(batch):
         declared = dimensions.get(path)
         if declared is None:
             continue

@@ -39,7 +39,7 @@ from samestep.engine.report import (
 )
 from samestep.engine.setup import Built, before_step, build, make_replicas
 from samestep.engine.step import Reduced, StepEngine
-from samestep.engine.suspects import Snapshot, changes, take_snapshot
+from samestep.engine.suspects import Snapshot, changes, parameters_beside, take_snapshot
 from samestep.engine.update import Updated, apply_update
 from samestep.errors import ExitStatus, InputError, SamestepError, UserCodeError
 from samestep.exact import numerics
@@ -86,6 +86,7 @@ class _Inspection:
                 self._warn(initial.note)
             self._look_at_data(built)
             self._look_at_model(built)
+            self._look_beside_model(built)
             check_encodable(built.parts)
             self._read_twice(built)
             self._step(built)
@@ -147,6 +148,16 @@ class _Inspection:
             self._warn(
                 "these parameters require a gradient, but are in no group of the optimizer: "
                 + named(report.parameters.not_optimized)
+            )
+
+    def _look_beside_model(self, built: Built) -> None:
+        """What the workload itself holds is in no checkpoint, and nobody reduces its gradients."""
+        beside = parameters_beside(built.workload, built.parts.model)
+        if beside:
+            self._warn(
+                "the workload holds parameters that require a gradient, but are not in its model: "
+                f"{named(beside)}. They are not trained, and no checkpoint holds them: make "
+                "them part of the module that model() returns, or freeze them"
             )
 
     def _warn(self, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -79,7 +80,9 @@ def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
     model = made(0, "model()", workload.model)
     _require(model, nn.Module, "model()")
     # Whatever mode it comes in (pretrained ones come in eval mode), as every replica must be.
-    model = compiled.unwrap(model).to(device)
+    model = compiled.unwrap(model)
+    _refuse_lazy(model)
+    model = model.to(device)
     in_eval_mode = tuple(name for name, module in model.named_modules() if not module.training)
     model.train()
     dataset = made(1, "data()", workload.data)
@@ -222,6 +225,20 @@ def _told_order(workload: Workload) -> EpochOrder:
         return in_user_code(lambda: workload.order(epoch, stream), what)
 
     return order
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if is_lazy(tensor)
+    ]
+    if lazy:
+        raise WorkloadError(
+            f"{', '.join(lazy)} of {type(model).__name__} have no shape yet (lazy modules get "
+            "theirs from the first batch, after the optimizer was made): give the sizes, or run a "
+            "batch through the model in model()"
+        )
 
 
 def _refuse_nothing_to_train(model: nn.Module) -> None:

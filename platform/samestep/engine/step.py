@@ -138,6 +138,7 @@ class StepEngine:
             # the same. A worker that froze nothing meets this message in its own small talk.
             self._checked(self._peers.gather(self._message(plans, flag, {}))(), step)
         self.exchange.post()
+        versions = [_versions(replica.model) for replica in self.replicas]
         for replica in self.replicas:
             replica.buckets.start_step()
             replica.keeper.start_step()
@@ -165,7 +166,8 @@ class StepEngine:
             if result is not None and result.weight > 0:
                 self._backward(replica, result, step, shard)
             replica.buckets.end_shard()
-        for replica in self.replicas:
+        for replica, before in zip(self.replicas, versions, strict=True):
+            _refuse_changed(replica.model, before, step)
             replica.buckets.flush()
         assert talk is not None
         return self._reduce(step, self._checked(talk(), step))
@@ -373,3 +375,28 @@ class StepEngine:
 def _copy_flags(source: nn.Module, target: nn.Module) -> None:
     for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
         theirs.requires_grad_(ours.requires_grad)
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """Autograd's count of in-place changes of each parameter: cheap, where a digest is not."""
+    return [parameter._version for parameter in model.parameters()]
+
+
+def _refuse_changed(model: nn.Module, before: list[int], step: int) -> None:
+    """Only the shards of this worker would have seen the change.
+
+    Raises:
+        NotExactError: names the parameters that changed since `before`.
+    """
+    if _versions(model) == before:
+        return
+    names = [
+        name
+        for (name, parameter), version in zip(model.named_parameters(), before, strict=True)
+        if parameter._version != version
+    ]
+    raise NotExactError(
+        f"forward or backward of step {step} changed parameters in place ({', '.join(names)}), "
+        "before the update and on this worker's shards only: change them in the optimizer, or in "
+        "before_step(model, step)"
+    )

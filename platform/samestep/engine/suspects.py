@@ -75,6 +75,17 @@ def changes(before: Snapshot, after: Snapshot) -> dict[str, str]:
     }
 
 
+def parameters_beside(workload: object, model: nn.Module) -> tuple[str, ...]:
+    """Paths of parameters that require a gradient, held by a workload, but not by its model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return tuple(
+        f"{path}.{name}" if name else path
+        for path, value in vars(workload).items()
+        for name, parameter in _parameters_of(value)
+        if parameter.requires_grad and id(parameter) not in own
+    )
+
+
 class _Walk:
     def __init__(self, made: Snapshot, registered: set[int]) -> None:
         self._made = made
@@ -120,6 +131,12 @@ class _Walk:
             self.items(path, enumerate(value), depth)
         elif hasattr(value, "__dict__"):
             self.items(path, list(vars(value).items()), depth)
+
+
+def _parameters_of(value: Any) -> list[tuple[str, nn.Parameter]]:
+    if isinstance(value, nn.Parameter):
+        return [("", value)]
+    return list(value.named_parameters()) if isinstance(value, nn.Module) else []
 
 
 def _is_sequence(value: Any) -> bool:

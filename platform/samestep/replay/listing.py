@@ -28,6 +28,7 @@ class RunLine:
         total_steps: steps it was to take; None when it never said.
         loss: of the last step.
         evaluation: metrics of the last evaluation, empty without one.
+        best: the best checkpoint: `step`, `metric`, `order` and `score`; None without a ranking.
         started_s: Unix time of its first attempt; None before that.
         num_bytes: size of all its files; None where they came and went too fast to tell.
         message: why it failed, or can't be read.
@@ -41,6 +42,7 @@ class RunLine:
     total_steps: int | None = None
     loss: float | None = None
     evaluation: dict[str, float]
+    best: dict[str, Any] | None = None
     started_s: float | None = None
     num_bytes: int | None
     message: str = ""
@@ -92,6 +94,7 @@ def _line(storage: Storage, name: str) -> RunLine:
         total_steps=summary.total_steps,
         loss=summary.last.loss if summary.last else None,
         evaluation=dict((summary.evaluation or {}).get("metrics", {})),
+        best=summary.best_as_json(),
         started_s=summary.attempts[0].started_at if summary.attempts else None,
         num_bytes=num_bytes,
         message=str((summary.result or {}).get("message") or ""),

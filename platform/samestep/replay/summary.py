@@ -86,14 +86,15 @@ class RunSummary:
             "incidents": [incident.to_json() for incident in self.incidents],
             "checkpoints": [asdict(info) for info in self.checkpoints],
             "latest": self.latest.step if self.latest else None,
-            "best": self._best_json(),
+            "best": self.best_as_json(),
             "torn": list(self.torn),
         }
         made = plain(data)
         assert isinstance(made, dict)
         return made
 
-    def _best_json(self) -> dict[str, Any] | None:
+    def best_as_json(self) -> dict[str, Any] | None:
+        """The best checkpoint's step, score and what it is ranked by; None when none has one."""
         ranking = self.latest.ranking if self.latest is not None else None
         if ranking is None or self.best is None:
             return None

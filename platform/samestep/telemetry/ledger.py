@@ -17,12 +17,14 @@ from typing import Any, Final
 from samestep.checkpoint.storage import Storage
 from samestep.errors import StorageError
 from samestep.names import LEDGER_DIR, LEDGER_SUFFIX, Event
-from samestep.telemetry.records import EVENT, STEP, EventRecord, StepRecord
+from samestep.telemetry.records import EVENT, KINDS, STEP, EventRecord, StepRecord, malformed
 
 FORMAT: Final = 1
 HEADER: Final = "ledger"
 MAX_SEGMENT_BYTES: Final = 32 * 2**20
 """A longer segment is followed by a new one: readers hold one at a time in memory."""
+
+RESTORE: Final = "restore the file from a copy, or start the run over under another name"
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +105,21 @@ def read_ledger(
         on_torn: told of each segment whose last line is cut off; default: a log line.
 
     Raises:
-        StorageError: a segment has another format version, or is damaged before its last line.
+        StorageError: a segment has another format version, is damaged before its last line, or
+            leaves out a step; names the file and the line.
     """
     report = on_torn or _log_torn
+    num_steps = 0
     for name in segments(run):
-        for record in _segment_lines(run, name, report):
-            if int(record.get("step", from_step)) >= from_step:
+        for number, record in _segment_lines(run, name, report):
+            if record["type"] == STEP:
+                if record["step"] > num_steps:
+                    raise StorageError(
+                        f"{run.uri}/{name} is damaged before line {number}: it has step "
+                        f"{record['step']}, but no line has step {num_steps}; {RESTORE}"
+                    )
+                num_steps = max(num_steps, record["step"] + 1)
+            if record["step"] >= from_step:
                 yield record
 
 
@@ -131,7 +142,7 @@ def events(run: Storage, kind: Event | None = None) -> list[EventRecord]:
 
 def _segment_lines(
     run: Storage, name: str, report: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[int, dict[str, Any]]]:
     content = run.read(name)
     lines = io.BytesIO(content)
     for number, line in enumerate(lines, start=1):
@@ -147,15 +158,19 @@ def _segment_lines(
                 report(f"{run.uri}/{name}: its last line ({len(line)} bytes) is not whole")
                 return
             raise StorageError(
-                f"{run.uri}/{name} is damaged at line {number} ({error!r}); restore the file from "
-                "a copy, or start the run over under another name"
+                f"{run.uri}/{name} is damaged at line {number} ({error!r}); {RESTORE}"
             ) from error
         if number == 1:
             check_header(f"{run.uri}/{name}", data)
-        elif kind in (STEP, EVENT):
-            yield data
-        else:
+            continue
+        if kind not in KINDS:
             raise StorageError(f"{run.uri}/{name}: line {number} is of an unknown type {kind!r}")
+        problem = malformed(data)
+        if problem:
+            raise StorageError(
+                f"{run.uri}/{name} is damaged at line {number} ({problem}); {RESTORE}"
+            )
+        yield number, data
 
 
 def check_header(name: str, data: Mapping[str, Any]) -> None:

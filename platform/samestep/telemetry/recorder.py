@@ -102,6 +102,8 @@ class Recorder:
         past = self._intake.past
         for text in past.torn:
             logger.warning("run=%s %s; it will be delivered again", run, text)
+        if not returning:  # the group of the attempt before is gone
+            self._board.set(mode=None, workers=0, hosts=[])
         if self._intake.open:
             self._stop = past.stop_reason
             state = RunState.STOPPING if self._stop else RunState.RUNNING

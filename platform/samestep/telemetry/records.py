@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Final
 
 from samestep.errors import StorageError
@@ -18,6 +19,26 @@ from samestep.names import Event
 
 STEP: Final = "step"
 EVENT: Final = "event"
+
+KINDS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
+    STEP: {
+        "step": int,
+        "epoch": int,
+        "samples": int,
+        "loss": (dict, NoneType),
+        "shard_losses": list,
+        "shard_weights": list,
+        "grad_norm": (dict, NoneType),
+        "lr": list,
+        "ids": str,
+        "metrics": dict,
+        "skipped": bool,
+        "state_digest": (str, NoneType),
+        "timing": dict,
+    },
+    EVENT: {"event": str, "step": int, "attempt": int, "time": (int, float), "fields": dict},
+}
+"""The fields of a line by its type, with the JSON types that each may have."""
 
 TOLERANCE: Final = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
 """Relative tolerance (absolute below 1) by precision, for steps taken under other numerics.
@@ -50,6 +71,16 @@ def unpack(value: Any) -> Any:
     if isinstance(value, list):
         return [unpack(item) for item in value]
     return value
+
+
+def malformed(data: Mapping[str, Any]) -> str:
+    """What is wrong with a line of the ledger, at a quick look; empty: nothing."""
+    for name, allowed in KINDS[data["type"]].items():
+        if name not in data:
+            return f"{name} is missing"
+        if not isinstance(data[name], allowed):
+            return f"{name} is {data[name]!r}"
+    return "" if data["step"] >= 0 else f"step is {data['step']}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from samestep.names import (
 )
 from samestep.spec import JobSpec
 from samestep.telemetry import provenance
+from samestep.telemetry.programs import program
 from samestep.telemetry.sink import Sink
 from samestep.telemetry.tracking_file import without_password
 
@@ -126,7 +127,7 @@ def plan_sinks(
         experiment=spec.tracking.experiment,
         artifact_root=root,
         required=spec.tracking.required,
-        hint=f"mlflow ui --backend-store-uri {uri}" if is_default else "",
+        hint=f"{program('mlflow')} ui --backend-store-uri {uri}" if is_default else "",
         metrics=(spec.metrics.host, spec.metrics.port) if spec.metrics.enabled else None,
         about={
             **provenance.facts(workload_folder),

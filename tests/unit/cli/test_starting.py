@@ -205,6 +205,20 @@ def test_runs_lists_what_there_is_and_how_it_stands(samestep: Command, make_run:
     assert all(line["num_bytes"] > 0 for line in listed)
 
 
+def test_runs_names_the_best_checkpoint_and_cuts_nothing_where_the_terminal_is_narrow(
+    samestep: Command, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    name = "a-run-of-a-rather-long-name"
+    best = {"best": {"metric": "accuracy"}}
+    make_run(name, checkpoints={3: 1.0, 6: 2.0}, evaluation={3: 0.75, 6: 0.5}, checkpoint=best)
+    row = samestep("runs").stdout.splitlines()[1]
+    assert row.split()[:2] == [name, "died"]
+    assert "accuracy 0.75 at 3" in row
+    (listed,) = json.loads(samestep("runs", "runs", "--json").stdout)
+    assert (listed["best"]["step"], listed["best"]["score"]) == (3, 0.75)
+
+
 def test_runs_of_a_folder_without_any_says_so_and_one_that_is_not_there_is_bad_input(
     samestep: Command, make_run: MakeRun
 ) -> None:

@@ -120,6 +120,14 @@ class Counts(Fine):
     net = Counting
 
 
+class Beside(Fine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.teacher = nn.Linear(3, 3).requires_grad_(False)
+
+
 class Logs(Fine):
     net = Logging
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from cases import Base, Rows
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from samestep import Loss
 
@@ -35,12 +36,23 @@ class Odd(Base):
     def __init__(self, *, fault: str, at: int = 2, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.fault, self.at, self.now = fault, at, 0
+        if fault == "misspelt":
+            self.dimensions = {"targets": (None, 1)}  # type: ignore[misc]
 
     def net(self) -> nn.Module:
         made: Callable[[], nn.Module] | None = NETS.get(self.fault)
         if made is not None:
             return made()
         return super().net()
+
+    def collate(self, samples: Any) -> Any:
+        batch = default_collate([sample[:2] for sample in samples])
+        if self.fault == "misspelt":
+            return {"inputs": batch[0], "target": batch[1]}
+        if self.fault == "other array":
+            ids = np.array([sample[2] for sample in samples])
+            return [*batch, ids if ids.max() >= 20 else ids.astype(np.int32)]
+        return batch
 
     def data(self) -> Dataset[Any]:
         return OddRows(self.size, self.fault)
@@ -141,6 +153,12 @@ class Odd(Base):
             model[0].requires_grad_(False)  # type: ignore[index]
         return value
 
+    def changes_later(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.now == self.at:
+            with torch.no_grad():
+                model[0].weight.clamp_(-1.0, 1.0)  # type: ignore[index,operator,union-attr]
+        return F.mse_loss(model(batch[0]), batch[1])
+
     def raises(self, model: nn.Module, batch: Any) -> Tensor:
         if self.now == self.at and is_worker_one():
             raise KeyError("mine alone")
@@ -161,7 +179,7 @@ class OddRows(Rows):
         super().__init__(size, (6,))
         self.fault = fault
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         x, y = super().__getitem__(index)
         if self.fault == "item raises" and index == 25:
             raise OSError("cannot read sample 25")
@@ -169,7 +187,7 @@ class OddRows(Rows):
             x = x.double() if self.fault == "other dtype" else x
             x = x[None] if self.fault == "other rank" else x
             y = y.repeat(2) if self.fault == "other dimension" else y
-        return x, y
+        return (x, y, index) if self.fault == "other array" else (x, y)
 
 
 class Growing(nn.Module):
@@ -203,6 +221,7 @@ NETS: dict[str, Callable[[], Any]] = {
     "expanded": _expanded,
     "model differs": _differing,
     "buffer grows": Growing,
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(1)),
     "no model": lambda: _NotAModel(),
 }
 

@@ -239,3 +239,10 @@ def test_nothing_of_the_process_is_changed(inspect: Inspect) -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]
+
+
+def test_parameters_that_the_workload_keeps_beside_its_model_are_named(inspect: Inspect) -> None:
+    (warning,) = inspect("Beside").warnings
+    assert "head.weight, head.bias, scale" in warning
+    assert "teacher" not in warning
+    assert "make them part of the module that model() returns" in warning

@@ -123,6 +123,43 @@ def test_damage_before_the_last_line_is_an_error_that_names_the_line(
         list(read_ledger(run))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("step", "abc", "step is 'abc'"),
+        ("step", -1, "step is -1"),
+        ("loss", 0.5, "loss is 0.5"),
+        ("lr", None, "lr is None"),
+        ("ids", 7, "ids is 7"),
+    ],
+)
+def test_a_line_that_parses_but_is_damaged_is_an_error_that_names_the_line(
+    run: Storage, make_step: Any, field: str, value: object, told: str
+) -> None:
+    LedgerWriter(run).append([make_step(0).to_json(), make_step(1).to_json() | {field: value}])
+    with pytest.raises(StorageError, match=rf"00000001\.jsonl is damaged at line 3 \({told}\)"):
+        list(read_ledger(run))
+
+
+def test_a_missing_field_is_an_error_that_names_the_line(run: Storage, make_step: Any) -> None:
+    line = make_step(0).to_json()
+    del line["ids"]
+    LedgerWriter(run).append([line])
+    with pytest.raises(StorageError, match=r"damaged at line 2 \(ids is missing\)"):
+        list(read_ledger(run))
+
+
+def test_a_step_that_is_left_out_is_an_error_wherever_reading_starts(
+    run: Storage, make_step: Any
+) -> None:
+    LedgerWriter(run).append([make_step(0).to_json()])
+    LedgerWriter(run).append([make_step(2).to_json()])
+    message = r"00000002\.jsonl is damaged before line 2: it has step 2, but no line has step 1"
+    for from_step in (0, 2):
+        with pytest.raises(StorageError, match=message):
+            list(read_ledger(run, from_step))
+
+
 def test_another_format_version_is_refused(run: Storage) -> None:
     run.write("ledger/00000001.jsonl", b'{"type":"ledger","format":7}\n')
     with pytest.raises(StorageError, match="ledger format 7; this samestep reads format 1"):
