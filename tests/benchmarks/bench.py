@@ -19,6 +19,8 @@ without the latter page faults make one engine or another slower, by chance, in 
     counts        extra gradient buffers and bytes sent in a step, against the forecast
     dataparallel  one process with all shards in turn against workers in parallel; on GPUs also
                   stock nn.DataParallel
+    telemetry     chargpt through Ray with MLflow and Prometheus off, on, and with a server that
+                  never answers
 """
 
 from __future__ import annotations
@@ -37,11 +39,18 @@ import torch
 from launches import LaunchError, launch
 from models import MODELS
 from ratios import step_rows
-from report import print_counts, print_dataparallel, print_profile, print_steps
+from report import (
+    print_counts,
+    print_dataparallel,
+    print_profile,
+    print_steps,
+    print_telemetry,
+)
 from rich.console import Console
+from whole_runs import telemetry_rows, telemetry_times
 
 BASES = ("plain, default flags", "plain, bucket view")
-PARTS = ("steps", "profile", "counts", "dataparallel")
+PARTS = ("steps", "profile", "counts", "dataparallel", "telemetry")
 
 # By number of workers, numbers of shards: powers of two and others, aligned and not.
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
@@ -49,6 +58,8 @@ DATAPARALLEL_MODELS = ("digits", "mlp")
 DATAPARALLEL_SHARDS = 4
 DATAPARALLEL_ROUNDS = 30
 PROFILE_ROUNDS = 20
+TELEMETRY_ROUNDS = 5
+TELEMETRY_STEPS = 150
 
 QUICK = {"launches": 1, "rounds": 10}
 
@@ -71,6 +82,7 @@ class Bench:
             "profile": self._profile,
             "counts": self._counts,
             "dataparallel": self._dataparallel,
+            "telemetry": self._telemetry,
         }
         for name in self._options.parts:
             parts[name]()
@@ -145,6 +157,16 @@ class Bench:
             }
             self.found["dataparallel"].append(found)
             print_dataparallel(self._console, found)
+
+    def _telemetry(self) -> None:
+        quick = self._options.quick
+        times = telemetry_times(
+            workers=self._options.workers,
+            rounds=1 if quick else TELEMETRY_ROUNDS,
+            num_steps=60 if quick else TELEMETRY_STEPS,
+        )
+        self.found["telemetry"] = telemetry_rows(times)
+        print_telemetry(self._console, self.found["telemetry"], workers=self._options.workers)
 
 
 def main() -> int:

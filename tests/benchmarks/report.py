@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,28 @@ def print_dataparallel(console: Console, found: Mapping[str, Any]) -> None:
     console.print(table)
     if not found["gpus"]:
         console.print("nn.DataParallel: not run, this machine has no GPU")
+
+
+def print_telemetry(console: Console, found: Iterable[Mapping[str, Any]], *, workers: int) -> None:
+    """Step times of whole runs, by what telemetry is on."""
+    table = _table(
+        f"chargpt through Ray, {workers} workers: what telemetry costs",
+        "telemetry",
+        "step, ms",
+        "over all off",
+    )
+    for row in found:
+        median, least, largest = _of(row["ratios"])
+        table.add_row(
+            row["telemetry"],
+            f"{row['step_ms']:.1f}",
+            f"{median:.3f} [{least:.3f}, {largest:.3f}]",
+        )
+    console.print(table)
+
+
+def _of(values: Sequence[float]) -> tuple[float, float, float]:
+    return statistics.median(values), min(values), max(values)
 
 
 def spread_text(spread: Mapping[str, float], *, digits: int = 3) -> str:
