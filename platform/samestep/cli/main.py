@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS: Final = (
-    *("init", "check", "train", "evaluate"),
+    *("init", "check", "train", "evaluate", "drill"),
     *("runs", "show", "logs", "compare", "digest", "samples", "rm"),
 )
 

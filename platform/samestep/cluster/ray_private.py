@@ -36,6 +36,20 @@ class ExactTorchTrainer(TorchTrainer):
         return [cb for cb in made if not isinstance(cb, dropped)]
 
 
+def own_address(cluster: str) -> dict[str, str]:
+    """Arguments of `ray.init` that say which node this process is on.
+
+    Needed where several nodes share a machine: Ray looks for a node that has the machine's own
+    address, and there each has a loopback address.
+
+    Args:
+        cluster: "host:port" of the head.
+    """
+    host = cluster.rpartition(":")[0]
+    is_loopback = host.startswith("127.") and host != "127.0.0.1"
+    return {"_node_ip_address": host} if is_loopback else {}
+
+
 @contextmanager
 def worker_output_to(show: Callable[[str], None]) -> Iterator[None]:
     """Gives the lines that workers print to `show`, each once, instead of Ray's own printing.

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from samestep.cluster.environment import TRAIN_ENVIRONMENT
+from samestep.cluster.ray_private import own_address
 from samestep.errors import InputError
 from samestep.exact import numerics
 from samestep.names import Env
@@ -70,6 +71,7 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
             runtime_env=runtime_env,
             log_to_driver=True,
             logging_level=logging.WARNING,
+            **own_address(address),
         )
     else:
         notes = _start_local(spec, runtime_env)

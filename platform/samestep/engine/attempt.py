@@ -285,7 +285,7 @@ class _Attempt:
         fingerprint: dict[str, Any],
         mixed: list[str],
     ) -> None:
-        hosts = [str(host) for host in self._peers.gather(os.uname().nodename)()]
+        members = self._peers.gather([os.uname().nodename, os.getpid()])()
         message: dict[str, Any] = {}
         if self._peers.world_rank == 0:
             info = {
@@ -293,7 +293,8 @@ class _Attempt:
                 "mode": self._place.mode,
                 "world_size": self._peers.world_size,
                 "numerics": fingerprint,
-                "hosts": hosts,
+                "hosts": [host for host, _ in members],
+                "pids": [pid for _, pid in members],
                 "search": [str(path) for path in self._place.search],
                 "devices": [str(device) for device in self._place.devices],
                 "total_steps": built.end_step,

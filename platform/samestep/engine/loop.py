@@ -186,6 +186,7 @@ class Loop:
                 "data_wait_s": self._data_wait_s,
                 "exchange_wait_s": reduced.traffic.wait_s,
                 "sent_bytes": reduced.traffic.sent_bytes,
+                "at_s": time.time(),
             }
             ids = [list(plan.ids) for plan in plans]
             self._record(step, plans[0].epoch, ids, reduced, updated, digest, timing)

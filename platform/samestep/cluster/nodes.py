@@ -1,0 +1,248 @@
+"""Several Ray nodes on this machine: one `ray start` each, on loopback addresses of their own.
+
+For drills and tests. Needs no root and no container; each node is a session of processes, ended
+by its id and by nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from samestep.cluster.environment import prepare_ray
+from samestep.errors import InputError
+
+HEAD_ADDRESS: Final = "127.0.0.2"
+FIRST_NODE: Final = 11
+MAX_NODES: Final = 200
+START_TIMEOUT_S: Final = 120.0
+END_TIMEOUT_S: Final = 30.0
+POLL_S: Final = 0.1
+OBJECT_STORE_BYTES: Final = 128 << 20
+
+# Ray gives the ports between to its workers, and refuses to start on one of them.
+WORKER_PORTS: Final = range(10002, 20000)
+
+# The head asks its nodes twice a second, so that a raylet that is gone is noticed in seconds.
+HEALTH_CHECKS: Final = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "2",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node: what `ray start` started, in a session of its own.
+
+    Attributes:
+        address: its loopback address; Ray's name for it.
+        process: `ray start --block`; its pid is the id of the session.
+    """
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    def pids(self, title: str) -> list[int]:
+        """Living processes of this node whose command line begins so, such as `ray::Recorder`."""
+        return [
+            pid
+            for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+            if _session(pid) == self.process.pid and _command(pid).startswith(title)
+        ]
+
+    def owns(self, pid: int) -> bool:
+        """Whether a process runs on this node."""
+        return _session(pid) == self.process.pid
+
+
+class LocalNodes:
+    """A head without slots, and nodes that come and go.
+
+    Args:
+        env: variables that all nodes get besides this process's.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        prepare_ray()
+        # Short: Ray puts sockets below it, whose paths may have 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="samestep-"))
+        self._env = {**os.environ, **(env or {})}
+        self._ended: list[Node] = []
+        self.nodes: list[Node] = []
+        port = _free_port()
+        self.address = f"{HEAD_ADDRESS}:{port}"
+        self.head = self._start(
+            HEAD_ADDRESS,
+            *("--head", "--port", str(port), "--num-cpus", "0"),
+            *("--include-dashboard", "false"),
+            env=HEALTH_CHECKS,
+        )
+
+    def add(self, num_cpus: int = 1) -> Node:
+        """Starts a node; `wait_for` waits until Ray has it."""
+        if len(self.nodes) + len(self._ended) >= MAX_NODES:
+            raise InputError(f"{MAX_NODES} nodes were started already; there are no more addresses")
+        number = FIRST_NODE + len(self.nodes) + len(self._ended)
+        node = self._start(
+            f"127.0.0.{number}", "--address", self.address, "--num-cpus", str(num_cpus)
+        )
+        self.nodes.append(node)
+        return node
+
+    def kill(self, node: Node) -> None:
+        """SIGKILL to the node and all that runs on it, at once."""
+        self.nodes.remove(node)
+        self._ended.append(node)
+        _kill_session(node)
+
+    def drain(self, node: Node) -> None:
+        """SIGTERM: Ray takes the node out; what it still does is ended by `close`."""
+        self.nodes.remove(node)
+        self._ended.append(node)
+        node.process.terminate()
+
+    def wait_for(self, num_nodes: int, alive: Callable[[], int]) -> None:
+        """Waits until Ray has so many nodes besides the head, as `alive` counts them.
+
+        Raises:
+            TimeoutError: it has not within two minutes.
+        """
+        deadline, pause = time.monotonic() + START_TIMEOUT_S, threading.Event()
+        while alive() != num_nodes:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{alive()} nodes joined {self.address} within {START_TIMEOUT_S:g} s, not "
+                    f"{num_nodes}; their logs lie in {self._folder}"
+                )
+            pause.wait(POLL_S)
+
+    def close(self) -> None:
+        """Ends all nodes, the head last, and removes their files."""
+        for node in [*self._ended, *self.nodes, self.head]:
+            _kill_session(node)
+        self.nodes, self._ended = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, address: str, *arguments: str, env: Mapping[str, str] | None = None) -> Node:
+        folder = self._folder / address.rpartition(".")[2]
+        folder.mkdir()
+        with (folder / "start.log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    *(str(Path(sys.executable).with_name("ray")), "start", "--block"),
+                    *("--node-ip-address", address, "--temp-dir", str(folder)),
+                    *("--object-store-memory", str(OBJECT_STORE_BYTES), *arguments),
+                ],
+                env={**self._env, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Node(address=address, process=process)
+
+
+@contextmanager
+def local_nodes(num_nodes: int, *, env: Mapping[str, str] | None = None) -> Iterator[LocalNodes]:
+    """A head and so many nodes of one slot; this process is connected to them meanwhile."""
+    nodes = LocalNodes(env)
+    try:
+        for _ in range(num_nodes):
+            nodes.add()
+        _connect(nodes)
+        nodes.wait_for(num_nodes, num_alive)
+        yield nodes
+    finally:
+        _disconnect()
+        nodes.close()
+
+
+def num_alive() -> int:
+    """Nodes that Ray has, without the head."""
+    import ray
+
+    return sum(node["Alive"] for node in ray.nodes()) - 1
+
+
+def _connect(nodes: LocalNodes) -> None:
+    import ray
+
+    from samestep.cluster.ray_private import own_address
+
+    deadline, pause = time.monotonic() + START_TIMEOUT_S, threading.Event()
+    while not ray.is_initialized():
+        try:
+            options: dict[str, Any] = own_address(nodes.address)
+            ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR", **options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            if time.monotonic() > deadline or nodes.head.process.poll() is not None:
+                raise TimeoutError(
+                    f"the head {nodes.address} did not come up: {error}; its log lies in "
+                    f"{nodes._folder}"
+                ) from error
+            pause.wait(POLL_S)
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _kill_session(node: Node) -> None:
+    """Ends every process of the node's session, those in process groups of their own too."""
+    deadline, pause = time.monotonic() + END_TIMEOUT_S, threading.Event()
+    while True:
+        pids = [p for p in map(int, filter(str.isdecimal, os.listdir("/proc"))) if node.owns(p)]
+        node.process.poll()
+        alive = [pid for pid in pids if _state(pid) != "Z"]
+        if not alive or time.monotonic() > deadline:
+            break
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        pause.wait(0.02)
+    node.process.wait(END_TIMEOUT_S)
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return -1
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "Z"
+
+
+def _free_port() -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HEAD_ADDRESS, 0))
+            port = int(probe.getsockname()[1])
+        if port not in WORKER_PORTS:
+            return port
