@@ -39,6 +39,7 @@ LEASE_PREFIX: Final = "lease-"
 LEASE_SUFFIX: Final = ".json"
 
 THREAD_LINK: Final = "samestep-link"
+THREAD_WATCHDOG: Final = "samestep-watchdog"
 THREAD_LEASE: Final = "samestep-lease"
 THREAD_SINK_PREFIX: Final = "samestep-sink-"
 THREAD_METRICS_SERVER: Final = "samestep-metrics-server"

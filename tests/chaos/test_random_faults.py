@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_random_faults_change_no_bit(tmp_path: Path, capsys: pytest.CaptureFixtu
     drill = Drill(spec, job_folder=JOB.parent, folder=tmp_path, num_nodes=3, say=lines.append)
     results = drill.run((SEED, ROUNDS))
     with capsys.disabled():
-        print("\n" + "\n".join(lines))
+        sys.stdout.write("\n" + "\n".join(lines) + "\n")
     assert [_told(result) for result in results] == [
         (result.name, "done", results[0].digest, 64) for result in results
     ], "\n".join(lines)

@@ -59,6 +59,11 @@ class Board:
         """Steps taken so far, as the present attempt has them."""
         return int(self._values["step"])
 
+    @property
+    def num_workers(self) -> int:
+        """Workers of the present attempt."""
+        return int(self._values["workers"])
+
     def load(self, past: Past) -> None:
         """Starts from what the ledger holds."""
         if past.last_step is not None:

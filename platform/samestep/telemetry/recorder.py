@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from samestep.checkpoint.manifest import Manifest
 from samestep.checkpoint.retention import apply_retention
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import commit
-from samestep.errors import DivergenceError, RecorderError
+from samestep.errors import DivergenceError, RecorderError, StorageError
 from samestep.exact.numerics import differences
 from samestep.incidents import record as incidents
 from samestep.incidents.record import Incident
@@ -32,6 +33,7 @@ from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
 from samestep.telemetry.past import read_past
 from samestep.telemetry.records import StepRecord
 from samestep.telemetry.sink import RunInfo, Sink
+from samestep.telemetry.stalls import Stalls
 
 _ENDS: Final = (RunState.DONE, RunState.INTERRUPTED, RunState.FAILED)
 
@@ -78,6 +80,7 @@ class Recorder:
         self._divergence: str | None = None
         self._verdict: dict[str, Any] | None = None
         self._end: str | None = None
+        self._stalls = Stalls()
         self._committed: tuple[int, int, str] | None = None
         spec = identity.parse_spec_text(spec_yaml, source="the job")
         self._lease = leases.acquire(self._run) if lease else None
@@ -132,6 +135,7 @@ class Recorder:
                 f"with step {past.num_steps - 1}; resume from a checkpoint at or before step "
                 f"{past.num_steps}, or deliver the missing steps first"
             )
+        self._settle_stalls()
         self._intake.end({"reason": "died" if self._intake.returned else "restarted"})
         number = max([self._intake.attempt, *(attempt.number for attempt in past.attempts)]) + 1
         numerics = dict(info.get("numerics") or {})
@@ -168,6 +172,9 @@ class Recorder:
         """The present state as plain data; see `Board.status`. Never fails."""
         if self._lease is not None and self._lease.lost:
             self._board.set(state=str(RunState.FENCED))
+        elif self._stalls.is_due(self._board.num_workers):
+            with suppress(StorageError):
+                self._settle_stalls()
         if self._outlets:
             self._board.set(**self._outlets.status())
             for note in self._outlets.notes():
@@ -194,6 +201,7 @@ class Recorder:
         if self._end is not None:
             return
         self._require_current(attempt)
+        self._settle_stalls()
         self._end_attempt(status)
         step = int(result.get("step", self._board.num_steps))
         self._intake.log(Event.FINISHED, step, result)
@@ -215,6 +223,11 @@ class Recorder:
                 "time": self._clock(),
             }
             self._board.say(f"attempt {attempt} fails ({kind}): {message.splitlines()[0]}")
+
+    def stalled(self, attempt: int, world_rank: int, host: str, report: Mapping[str, Any]) -> None:
+        """Takes in what a worker's watchdog saw; one incident comes of all workers' reports."""
+        if attempt == self._intake.attempt and self._end is None:
+            self._stalls.take(world_rank, host, report)
 
     def verdict(self, attempt: int) -> dict[str, Any] | None:
         """The outcome noted by `fail` for this attempt, if there is one."""
@@ -339,6 +352,15 @@ class Recorder:
         if not given.get("time"):
             given["time"] = self._clock()
         return self._write_incident(Incident.from_json(given))
+
+    def _settle_stalls(self) -> None:
+        found = self._stalls.settle(
+            attempt=self._intake.attempt,
+            world_size=self._board.num_workers,
+            time_s=self._clock(),
+        )
+        if found is not None and self._holds_lease() and self._end is None:
+            self._write_incident(found)
 
     def _announce(self, latest: StepRecord | None) -> None:
         if self._outlets:
