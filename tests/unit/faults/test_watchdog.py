@@ -1,4 +1,4 @@
-"""The watchdog of a worker, in this process where it only tells, in one of its own where it ends."""
+"""The watchdog of a worker: in this process where it only tells, else in one of its own."""
 
 from __future__ import annotations
 
