@@ -91,7 +91,7 @@ class Detectors:
     """Judges one step after another.
 
     A value that stands out is not taken into the window: else a divergence would soon count as
-    usual. After `length` spikes in a row the level has changed for good, and the window starts anew.
+    usual. After `length` spikes in a row the level has changed for good: the window starts anew.
 
     Args:
         length: of the windows, in steps.
