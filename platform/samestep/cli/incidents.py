@@ -19,24 +19,22 @@ from samestep.incidents.record import Incident, list_incidents, read
 RUN = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a name in ./runs.")]
 
 
+AS_JSON = Annotated[bool, typer.Option("--json", help="As JSON, for scripts.")]
+
+incidents = typer.Typer(
+    name="incidents",
+    help="Look at what went wrong in a run.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    add_completion=False,
+)
+
+
+@incidents.command("list")
 @handles_errors
-def incidents(
-    run: RUN,
-    incident_id: Annotated[
-        str | None,
-        typer.Argument(metavar="ID", help="One incident, whole.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for scripts.")] = False,
-) -> None:
-    """List the incidents of a run, or show one with what was seen and where its evidence lies."""
+def list_(run: RUN, as_json: AS_JSON = False) -> None:
+    """List the incidents of a run, in order of time."""
     place = find_run(run)
-    if incident_id is not None:
-        incident = read(place, incident_id)
-        if as_json:
-            print(json.dumps(incident.to_json(), indent=2))
-            return
-        _show(incident)
-        return
     found = list_incidents(place)
     if as_json:
         print(json.dumps([incident.to_json() for incident in found], indent=2))
@@ -47,6 +45,21 @@ def incidents(
         width = Measurement.get(console, console.options, table).maximum
         console.width = max(console.width, width)
         console.print(table)
+
+
+@incidents.command("show")
+@handles_errors
+def show(
+    run: RUN,
+    incident_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` gives it.")],
+    as_json: AS_JSON = False,
+) -> None:
+    """Show one incident whole: what was seen, the traceback, and where its evidence lies."""
+    incident = read(find_run(run), incident_id)
+    if as_json:
+        print(json.dumps(incident.to_json(), indent=2))
+    else:
+        _show(incident)
 
 
 def _table(found: list[Incident]) -> Table:

@@ -29,8 +29,11 @@ class CommandsOnDemand(TyperGroup):
         """The command of that name, or None."""
         if cmd_name not in COMMANDS:
             return None
+        found = getattr(import_module(f"samestep.cli.{cmd_name}"), cmd_name)
+        if isinstance(found, typer.Typer):  # a command with commands of its own
+            return typer.main.get_group(found)
         one = typer.Typer(rich_markup_mode="markdown", add_completion=False)
-        one.command(cmd_name)(getattr(import_module(f"samestep.cli.{cmd_name}"), cmd_name))
+        one.command(cmd_name)(found)
         return typer.main.get_command(one)
 
 

@@ -37,17 +37,17 @@ def test_incidents_are_listed_whole_and_shown_one_by_one(make_run: MakeRun) -> N
             evidence=["logs/worker-1.log"],
         ),
     )
-    listed = CliRunner().invoke(app, ["incidents", "a"])
+    listed = CliRunner().invoke(app, ["incidents", "list", "a"])
     assert listed.exit_code == 0
     row = listed.stdout.splitlines()[1]
     assert row.split()[:5] == [written.id, "hang", "3", "1", "1"]
     assert row.endswith("worker 1 made no progress")
-    shown = CliRunner().invoke(app, ["incidents", "a", written.id]).stdout
+    shown = CliRunner().invoke(app, ["incidents", "show", "a", written.id]).stdout
     assert "hang at step 3, attempt 1, worker 1 on h" in shown
     assert "and more" in shown
     assert "in user_code" in shown
     assert "evidence: logs/worker-1.log" in shown
-    as_json = json.loads(CliRunner().invoke(app, ["incidents", "a", "--json"]).stdout)
+    as_json = json.loads(CliRunner().invoke(app, ["incidents", "list", "a", "--json"]).stdout)
     assert [item["id"] for item in as_json] == [written.id]
 
 
@@ -55,8 +55,8 @@ def test_a_run_without_incidents_says_so_and_an_unknown_id_names_those_there_are
     make_run: MakeRun,
 ) -> None:
     run = make_run("a")
-    assert CliRunner().invoke(app, ["incidents", "a"]).stdout.startswith("no incidents in ")
+    assert CliRunner().invoke(app, ["incidents", "list", "a"]).stdout.startswith("no incidents in ")
     write(run, Incident(kind=IncidentKind.CRASH, step=0, attempt=1, message="m"))
-    result = CliRunner().invoke(app, ["incidents", "a", "nothing"])
+    result = CliRunner().invoke(app, ["incidents", "show", "a", "nothing"])
     assert result.exit_code == 2
     assert "has no incident 'nothing'; it has: crash-step-00000000-attempt-1" in result.stderr
