@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
 from samestep.cli.errors import handles_errors
+from samestep.cli.wide import print_whole
 from samestep.errors import ExitStatus
 from samestep.names import RunState
 from samestep.spec import load_spec, parse_override
@@ -77,10 +77,8 @@ def drill(
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
-        table = _table(results)
-        console.width = max(console.width, Measurement.get(console, console.options, table).maximum)
         console.print()
-        console.print(table)
+        print_whole(_table(results))
     raise typer.Exit(int(_status(results, rounds)))
 
 

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.wide import print_whole
 from samestep.incidents.record import Incident, list_incidents, read
 
 RUN = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a name in ./runs.")]
@@ -41,10 +41,7 @@ def list_(run: RUN, as_json: AS_JSON = False) -> None:
     elif not found:
         print(f"no incidents in {place.uri}")
     else:
-        console, table = Console(soft_wrap=True, highlight=False), _table(found)
-        width = Measurement.get(console, console.options, table).maximum
-        console.width = max(console.width, width)
-        console.print(table)
+        print_whole(_table(found))
 
 
 @incidents.command("show")

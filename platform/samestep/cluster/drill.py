@@ -184,7 +184,7 @@ class Drill:
                     for n in range(number)
                 ]
             case _:
-                return [list(strikes) for strikes in rounds]  # type: ignore[arg-type]
+                return [list(strikes) for strikes in rounds]
 
     def _restore(self, nodes: LocalNodes) -> None:
         """As many nodes as at the start, for the next round."""

@@ -6,6 +6,7 @@ by its id and by nothing else.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -174,7 +175,7 @@ def num_alive() -> int:
     """Nodes that Ray has, without the head."""
     import ray
 
-    return sum(node["Alive"] for node in ray.nodes()) - 1
+    return sum(1 for node in ray.nodes() if node["Alive"]) - 1
 
 
 def _connect(nodes: LocalNodes) -> None:
@@ -186,7 +187,9 @@ def _connect(nodes: LocalNodes) -> None:
     while not ray.is_initialized():
         try:
             options: dict[str, Any] = own_address(nodes.address)
-            ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR", **options)
+            ray.init(
+                address=nodes.address, log_to_driver=False, logging_level=logging.ERROR, **options
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
             if time.monotonic() > deadline or nodes.head.process.poll() is not None:
                 raise TimeoutError(

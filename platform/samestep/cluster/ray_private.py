@@ -36,7 +36,7 @@ class ExactTorchTrainer(TorchTrainer):
         return [cb for cb in made if not isinstance(cb, dropped)]
 
 
-def own_address(cluster: str) -> dict[str, str]:
+def own_address(cluster: str) -> dict[str, Any]:
     """Arguments of `ray.init` that say which node this process is on.
 
     Needed where several nodes share a machine: Ray looks for a node that has the machine's own

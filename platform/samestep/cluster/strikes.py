@@ -116,7 +116,11 @@ def parse_faults(text: str) -> int | list[Strike]:
 
 def _strike(item: Any, where: str) -> Strike:
     known = [fault.value for fault in Fault]
-    if isinstance(item, dict) and item.get("fault") not in known:
+    if not isinstance(item, dict):
+        raise SpecError(
+            f"{where}: give a mapping such as {{fault: kill_worker, step: 20}}: {item!r}"
+        )
+    if item.get("fault") not in known:
         name = str(item.get("fault"))
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f": did you mean {near[0]}?" if near else "."

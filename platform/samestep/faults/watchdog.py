@@ -29,6 +29,7 @@ MAX_POLL_S: Final = 1.0
 LOCKED_GRACE_S: Final = 10.0
 REPORT_TIMEOUT_S: Final = 10.0
 NATIVE_TIMEOUT_S: Final = 5.0
+STDERR: Final = 2
 EXIT_STATUS: Final = 86
 """What a process ends with when its watchdog ends it."""
 
@@ -90,6 +91,8 @@ class Watchdog:
         self._file: TextIO | None = None
         if may_exit and stack_file is not None:
             self._file = stack_file.open("a", encoding="utf-8")
+        # By number: sys.stderr may be no file at all.
+        self._descriptor = self._file.fileno() if self._file is not None else STDERR
         self._told: Position | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_WATCHDOG, daemon=True)
@@ -127,7 +130,7 @@ class Watchdog:
 
     def _push_back(self) -> None:
         after_s = self._timeout_s + LOCKED_GRACE_S
-        faulthandler.dump_traceback_later(after_s, exit=True, file=self._file or sys.__stderr__)
+        faulthandler.dump_traceback_later(after_s, exit=True, file=self._descriptor)
 
     def _tell(self, stall: Stall) -> None:
         thread = threading.Thread(

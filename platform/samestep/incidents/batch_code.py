@@ -54,17 +54,17 @@ def _plain(value: Any, path: str) -> dict[str, Any]:
     if isinstance(value, Tensor):
         return {KIND: "tensor", "grad": value.requires_grad, "value": value.detach()}
     if isinstance(value, np.ndarray) and value.dtype.kind in _PLAIN_ARRAYS:
-        raw = torch.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=torch.uint8)
+        raw = bytearray(np.ascontiguousarray(value).tobytes())
         return {
             KIND: "array",
             "dtype": value.dtype.str,
             "shape": list(value.shape),
             "fortran": value.flags.f_contiguous and not value.flags.c_contiguous,
-            "value": raw if value.size else torch.empty(0, dtype=torch.uint8),
+            "value": torch.tensor(raw, dtype=torch.uint8),
         }
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = zip(value._fields, value, strict=True)
-        return _of_class("named_tuple", value, dict(items), path)
+        named = dict(zip(value._fields, value, strict=True))
+        return _of_class("named_tuple", value, named, path)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return _of_class("dataclass", value, fields, path)
@@ -125,7 +125,7 @@ def _named_tuple(data: Any, modules: frozenset[str]) -> Any:
 
 
 def _dataclass(data: Any, modules: frozenset[str]) -> Any:
-    cls = _class_of(data, modules)
+    cls: type = _class_of(data, modules)
     if not dataclasses.is_dataclass(cls):
         raise CheckpointError(f"{data[CLASS]} is no dataclass")
     fields, known = _fields(data, modules), [field.name for field in dataclasses.fields(cls)]

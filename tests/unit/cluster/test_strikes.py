@@ -43,7 +43,10 @@ def test_a_file_is_read_in_order_of_steps(tmp_path: Path) -> None:
         ("- {fault: kill_worker}", "item 0: step: Field required"),
         ("- {fault: kill_worker, step: -1}", "step: Input should be greater than or equal to 0"),
         ("- {fault: kill_worker, step: 1, rank: 2}", "rank: Extra inputs are not permitted"),
-        ("- kill_worker", "item 0: Input should be a valid dictionary"),
+        (
+            "- kill_worker",
+            "item 0: give a mapping such as {fault: kill_worker, step: 20}: 'kill_worker'",
+        ),
         ("fault: kill_worker", "must be a list of faults, such as"),
         ("[]", "must be a list of faults"),
         ("- {", "can't read the faults file"),
