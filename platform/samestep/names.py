@@ -42,6 +42,7 @@ THREAD_LINK: Final = "samestep-link"
 THREAD_LEASE: Final = "samestep-lease"
 THREAD_SINK_PREFIX: Final = "samestep-sink-"
 THREAD_METRICS_SERVER: Final = "samestep-metrics-server"
+THREAD_NOTES: Final = "samestep-notes"
 THREAD_TRACKING_CHECK: Final = "samestep-mlflow-check"
 
 
@@ -55,6 +56,7 @@ class Event(StrEnum):
     STOP_REQUESTED = "stop_requested"
     NUMERICS_CHANGED = "numerics_changed"
     PLACEMENT_DEPENDENT = "placement_dependent"
+    RECOVERED = "recovered"
     INCIDENT = "incident"
     MESSAGE = "message"
     FINISHED = "finished"
