@@ -115,6 +115,13 @@ class Crew(Generic[H]):
             if hand in spares:
                 spares.remove(hand)
 
+    def let_go(self, seats: Sequence[Seat], keep: Collection[H]) -> None:
+        """Ends those in seats that can't be used any more, but for those in `keep`."""
+        usable = {seat.number for seat in self._usable(seats)}
+        for number, hand in list(self._seated.items()):
+            if number not in usable and hand not in keep:
+                self.drop(hand)
+
     def suspect(self, node_id: str) -> None:
         """Keeps away from a node for a while, unless Ray finds it dead before."""
         self._suspects[node_id] = self._clock() + SUSPECT_S

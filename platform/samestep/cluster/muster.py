@@ -82,7 +82,9 @@ class Muster(Generic[H]):
             return None
         self._waiting_since = self._possible_since = None
         self._has_run = True
-        return pick(self._crew.ready(self._seats), size, before)
+        members = pick(self._crew.ready(self._seats), size, before)
+        self._crew.let_go(self._seats, members)
+        return members
 
     def review(self, members: Collection[H], calm_s: float) -> tuple[str, list[H]] | None:
         """While training runs: who should work instead, and why; None: it is well as it is.

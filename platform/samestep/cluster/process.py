@@ -27,7 +27,8 @@ class Whereabouts:
         attempt: the run's attempt it works for; 0 before one has begun.
         step: the step it is taking.
         first_step: the first one of the attempt.
-        parked: it waits, its state kept, until the group is taken apart.
+        parked_s: for how long it has waited, its state kept, for the group to be taken apart;
+            None while it trains.
         leaving: it was told to end.
         failed_s: seconds since its training failed; None while it has not.
         again_s: seconds since the attempt's first step was through; None before.
@@ -36,7 +37,7 @@ class Whereabouts:
     attempt: int = 0
     step: int = 0
     first_step: int = 0
-    parked: bool = False
+    parked_s: float | None = None
     leaving: bool = False
     failed_s: float | None = None
     again_s: float | None = None
@@ -57,14 +58,14 @@ class Process:
     def _reset(self) -> None:
         self._flag = Flag.GO_ON
         self._released = threading.Event()
-        self._parked = False
+        self._parked_at: float | None = None
         self._attempt = self._step = self._first_step = 0
         self._failed_at: float | None = None
         self._again_at: float | None = None
 
     def end(self) -> None:
         """The training thread is through with its attempt."""
-        self.is_training = self._parked = False
+        self.is_training, self._parked_at = False, None
 
     def ask_to_park(self, *, save: bool) -> None:
         """Parks the group after the step under way; it can't be taken back."""
@@ -75,17 +76,20 @@ class Process:
         return int(self._flag)
 
     def leave(self) -> None:
-        """The process was told to end: parks the group, which then goes on without it."""
+        """The process was told to end: parks the group, which then goes on without it.
+
+        With a checkpoint: the others may have been told so too.
+        """
         if not self.is_training:
             os._exit(TERMINATED)
         if not self._leaving:
             self._leaving = True
             threading.Thread(target=self._leave, name="samestep-leave", daemon=True).start()
-        self.ask_to_park(save=False)
+        self.ask_to_park(save=True)
 
     def park(self, timeout_s: float) -> bool:
         """Waits until the group is taken apart; False when that takes too long."""
-        self._parked = True
+        self._parked_at = time.monotonic()
         return self._released.wait(timeout_s)
 
     def release(self) -> None:
@@ -111,7 +115,7 @@ class Process:
             attempt=self._attempt,
             step=self._step,
             first_step=self._first_step,
-            parked=self._parked,
+            parked_s=None if self._parked_at is None else now - self._parked_at,
             leaving=self._leaving,
             failed_s=None if self._failed_at is None else now - self._failed_at,
             again_s=None if self._again_at is None else now - self._again_at,

@@ -1,7 +1,7 @@
 """What we change in Ray's face to the driver: its trainer, and how workers' lines are shown.
 
-Only this module and its siblings `ray_private_*` touch Ray's private interfaces; each interface has a
-test that fails when it moves. Checked with Ray 2.60.
+Only this module and its siblings `ray_private_*` touch Ray's private interfaces; each interface
+has a test that fails when it moves. Checked with Ray 2.60.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ PAUSE_S: Final = 0.05
 """Between two looks while there are too few workers; Ray's loop would spin."""
 ECHO_S: Final = 1.0
 """How long survivors' errors wait for the error of the worker that was lost."""
+LEAVE: Final = "leave"
+"""Why the workers park when the controller has not asked: one of them was told to end."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +108,8 @@ class ElasticScaling(ScalingPolicy):
     ) -> ScalingDecision:
         """Asks the workers to park where the group should be another, and waits for that."""
         everyone = whereabouts(worker_group_status)
-        if everyone and all(there.parked for there in everyone):
+        if everyone and all(there.parked_s is not None for there in everyone):
+            self._controller.note_parked(everyone)
             return self._resize(len(everyone))
         now = time.monotonic()
         if not self._asked and now - self._looked_at >= LOOK_S:
@@ -167,6 +170,7 @@ class ElasticController(TrainController):
         self._members: list[RayHand] = []
         self._next: list[RayHand] = []
         self._running_since = time.monotonic()
+        self._why_parked = LEAVE
         self._sync_actor: Any = None
         run_config = kwargs["train_run_context"].run_config
         self._runtime_env = WorkerGroup._get_worker_runtime_env(run_config.worker_runtime_env)
@@ -198,10 +202,18 @@ class ElasticController(TrainController):
             return False
         why, successors = found
         save = not survives(self._members, successors)
-        self._stopwatch.stop(why, "", ago_s=0.0, workers=len(self._members), planned=True)
+        self._why_parked = why
         for hand in self._members:
             hand.actor.execute.remote(process.ask_to_park, save)
         return True
+
+    def note_parked(self, everyone: list[Whereabouts]) -> None:
+        """Training stands still since the first worker parked."""
+        ago_s = max(there.parked_s or 0.0 for there in everyone)
+        self._stopwatch.stop(
+            self._why_parked, "", ago_s=ago_s, workers=len(self._members), planned=True
+        )
+        self._why_parked = LEAVE
 
     def judge(self, error: TrainingFailedError) -> bool:
         """Whether to go on after a failure."""
@@ -282,6 +294,8 @@ class ElasticController(TrainController):
         self._running_since = time.monotonic()
 
     async def _shutdown(self) -> TrainControllerLoopIterationResult:
+        if isinstance(self._worker_group, SteadyGroup):
+            self._worker_group.is_last = True
         result = await super()._shutdown()
         self._crew.close()
         self._seats.close()

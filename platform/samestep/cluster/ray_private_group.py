@@ -93,6 +93,9 @@ class SteadyGroup(WorkerGroup):
         crew: keeps them.
         members: those who work.
         sync_actor: of Ray Train; one serves all attempts.
+
+    Attributes:
+        is_last: no group follows: nobody's state is waited for.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class SteadyGroup(WorkerGroup):
         self._hands = {hand.actor: hand for hand in members}
         self._sync_actor = sync_actor
         self.members = list(members)
+        self.is_last = False
 
     def start(self) -> None:
         """Starts training on all members.
@@ -190,13 +194,14 @@ class SteadyGroup(WorkerGroup):
         for callback in self._callbacks:
             callback.before_worker_group_shutdown(self)
         left = self._leaving()
+        patience_s = SETTLE_S if self.is_last else FIRST_SETTLED_S
         pending = {}
         for hand in self.members:
             if hand.is_dead():
                 self._crew.drop(hand)
             else:
-                pending[hand.actor.settle.remote(FIRST_SETTLED_S)] = hand
-        for hand in self._unsettled(pending):
+                pending[hand.actor.settle.remote(patience_s)] = hand
+        for hand in self._unsettled(pending, patience_s):
             self._crew.drop(hand)
             if not self._is_reachable(hand.node_id):
                 logger.warning("a worker on node %s can't be ended: keeping away", hand.node_id)
@@ -205,10 +210,10 @@ class SteadyGroup(WorkerGroup):
             self._crew.drop(hand)
         self._clear_state()
 
-    def _unsettled(self, pending: dict[Any, RayHand]) -> list[RayHand]:
+    def _unsettled(self, pending: dict[Any, RayHand], patience_s: float) -> list[RayHand]:
         """Waits for those who end the attempt; gives the others."""
         bad: list[RayHand] = []
-        end = time.monotonic() + FIRST_SETTLED_S
+        end = time.monotonic() + patience_s
         any_settled = False
         while pending and time.monotonic() < end:
             done, _ = ray.wait(list(pending), timeout=end - time.monotonic())

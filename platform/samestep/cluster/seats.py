@@ -57,21 +57,35 @@ class Seats:
         draining: Callable[[], Collection[str]],
     ) -> None:
         self._draining = draining
-        self._groups: list[PlacementGroup] = [
-            placement_group([dict(resources)], strategy="PACK") for _ in range(num_seats)
-        ]
+        self._resources = dict(resources)
+        self._groups: dict[int, PlacementGroup] = {}
+        self._renewed: set[int] = set()
+        self._num_made = 0
+        for _ in range(num_seats):
+            self._add()
 
     def look(self) -> list[Seat]:
-        """All seats, by number."""
+        """All seats, by number.
+
+        A seat on a node that is being drained stays where it is until the node is gone. So
+        another one, which can be placed elsewhere, is asked for at once.
+        """
         table: dict[str, Any] = placement_group_table()
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        usable = alive - set(self._draining())
+        draining = set(self._draining())
         seats = []
-        for number, group in enumerate(self._groups):
+        for number, group in list(self._groups.items()):
             entry = table.get(group.id.hex(), {})
             placed = entry.get("state") == PLACED
             node_id = str(entry["bundles_to_node_id"][0]) if placed else None
-            seats.append(Seat(number=number, node_id=node_id, usable=node_id in usable))
+            if number in self._renewed and node_id not in alive:
+                remove_placement_group(self._groups.pop(number))
+                continue
+            if node_id in draining and number not in self._renewed:
+                self._renewed.add(number)
+                self._add()
+            usable = node_id in alive and node_id not in draining
+            seats.append(Seat(number=number, node_id=node_id, usable=usable))
         return seats
 
     def group(self, number: int) -> PlacementGroup:
@@ -80,9 +94,13 @@ class Seats:
 
     def close(self) -> None:
         """Gives all seats back."""
-        for group in self._groups:
+        for group in self._groups.values():
             remove_placement_group(group)
-        self._groups = []
+        self._groups = {}
+
+    def _add(self) -> None:
+        self._groups[self._num_made] = placement_group([self._resources], strategy="PACK")
+        self._num_made += 1
 
 
 def best_size(num_available: int, *, fewest: int, most: int, shards: int) -> int | None:
