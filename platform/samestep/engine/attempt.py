@@ -39,7 +39,8 @@ from samestep.engine.setup import (
     require_shared_storage,
     turns_of,
 )
-from samestep.engine.step import StepEngine
+from samestep.engine.step import Replica, StepEngine
+from samestep.engine.survivor import Stage
 from samestep.errors import PeerLostError, RecorderError, SamestepError, WorkloadError
 from samestep.exact import numerics
 from samestep.exact.digest import live_digest
@@ -199,11 +200,7 @@ class _Attempt:
             loader_processes=spec.loader_processes,
             pin_memory=device.type == "cuda",
         )
-        # The model of a survivor has it behind it.
-        if saved.step < built.end_step and not (saved.rest.begun and resumption.built()):
-            before_step(spec, built.workload, replicas, saved.step)
-            if saved.rest.begun:
-                resumption.restore_again(built)
+        self._re_enact(built, saved, resumption, replicas)
         resumption.keep(built, saved)
         resumption.release()
         scaler = built.parts.scaler
@@ -264,6 +261,25 @@ class _Attempt:
         )
         survivor.forget()  # the loop holds the newest state from here on
         return self._loop.train()
+
+    def _re_enact(
+        self, built: Built, saved: Saved, resumption: Resumption, replicas: list[Replica]
+    ) -> None:
+        """Calls `before_step` as it had been called when the state was taken.
+
+        Objects made anew need what it does beside changing the model. Of a state that was taken
+        after the call, the tensors have its changes already: they are put back.
+        """
+        rest, is_new = saved.rest, resumption.built() is None
+        settled = rest.stage is Stage.SETTLED
+        if settled and (saved.step == built.end_step or (rest.begun and not is_new)):
+            return
+        if not settled and not is_new:
+            return
+        step = saved.step if settled else saved.step - 1
+        before_step(self._spec, built.workload, replicas, step)
+        if rest.begun or not settled:
+            resumption.restore_again(built)
 
     def keep(self, failure: Failure | None, *, parked: bool) -> None:
         """Keeps what this worker has of the run in its process, for the next group."""

@@ -79,7 +79,9 @@ class Loop:
         self._attempt = attempt
         self._start = start
         self._step = start.step
-        self._stage, self._begun = start.rest.stage, True
+        self._stage = start.rest.stage
+        # That of the first step was called when the group formed: the canary needs it too.
+        self._begun = self._stage is Stage.SETTLED
         self._whole, self._computing = True, False
         self._is_best = start.rest.is_best
         self._values = Values(**start.rest.values) if start.rest.values else None

@@ -53,7 +53,7 @@ def test_a_restart_that_lacks_workers_hires_and_waits_and_tells_what_is_missing(
 
 
 def test_a_group_grows_once_training_is_calm_and_all_are_there() -> None:
-    cluster = Cluster("a", "b", None, None)
+    cluster = Cluster("a", "b", None, None, num_spares=0)
     muster = mustered(cluster, min=1, max=4)
     assert muster.assemble([]) is None  # two seats are pending
     cluster.now += 2
