@@ -36,7 +36,14 @@ class ElasticTorchTrainer(TorchTrainer):
     The placement group cleaner asks the dashboard every second, which a local cluster does not
     have, and says so each time; when a controller dies Ray removes its groups itself. Ray Data is
     not used.
+
+    Args:
+        plan: for the controller.
     """
+
+    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._plan = plan
 
     def _create_default_callbacks(self) -> list[Any]:
         dropped = (PlacementGroupCleanerCallback, DatasetsCallback)
