@@ -18,6 +18,7 @@ from samestep.cluster.placement import worker_resources
 from samestep.cluster.ray_private import ElasticTorchTrainer
 from samestep.cluster.ray_private_control import Plan
 from samestep.cluster.ray_private_group import MeetingConfig
+from samestep.cluster.rehearsal import Part
 from samestep.cluster.rendezvous import FORM_S, formed_group, limit_group, set_environment
 from samestep.errors import AttemptFailedError, PeerLostError, SamestepError
 from samestep.spec import JobSpec, dump_spec, parse_spec
@@ -44,11 +45,13 @@ def fit(order: Order, session: Session, target: RayTarget) -> str | None:
     spec = order.spec
     resources = worker_resources(spec)
     folders = Folders.of_command(order.search, is_copied=session.is_copied)
+    text = dump_spec(spec)
+    part = Part(spec=text, run_uri=order.run_uri, folders=folders, target=target)
     trainer = ElasticTorchTrainer(
         train_worker,
-        plan=Plan(spec=spec, resources=resources, folders=folders, target=target),
+        plan=Plan(spec=spec, resources=resources, part=part),
         train_loop_config={
-            "spec": dump_spec(spec),
+            "spec": text,
             "run_uri": order.run_uri,
             "folders": folders,
             "target": target,

@@ -17,6 +17,7 @@ from typing import Any, Final
 import ray
 from ray._private.state import state as ray_state
 from ray.train import ControllerError, FailureConfig, TrainingFailedError
+from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import (
     TrainControllerLoopIterationResult,
@@ -43,7 +44,6 @@ from ray.train.v2._internal.execution.worker_group import (
 
 from samestep.cluster import process
 from samestep.cluster.crew import Crew
-from samestep.cluster.folders import Folders
 from samestep.cluster.judge import Judge
 from samestep.cluster.muster import Muster, survives
 from samestep.cluster.notes import Notes
@@ -52,6 +52,7 @@ from samestep.cluster.ray_private_faults import faults_of, is_echo
 from samestep.cluster.ray_private_group import SteadyGroup, make_sync_actor
 from samestep.cluster.ray_private_worker import RayHand, hire
 from samestep.cluster.recovery import Stopwatch
+from samestep.cluster.rehearsal import Part
 from samestep.cluster.seats import Seats
 from samestep.errors import PlacementError
 from samestep.spec import JobSpec
@@ -75,14 +76,12 @@ class Plan:
     Attributes:
         spec: the job.
         resources: of one worker.
-        folders: of the command.
-        target: the run's recorder.
+        part: what worker processes rehearse with.
     """
 
     spec: JobSpec
     resources: Mapping[str, float]
-    folders: Folders
-    target: Any
+    part: Part
 
 
 class ElasticScaling(ScalingPolicy):
@@ -159,7 +158,7 @@ class ElasticController(TrainController):
     def __init__(self, *, plan: Plan, **kwargs: Any) -> None:
         spec, resources = plan.spec, dict(plan.resources)
         self._plan = plan
-        self._notes = Notes(plan.target)
+        self._notes = Notes(plan.part.target)
         self._judge = Judge(spec.faults.retries, self._notes)
         self._stopwatch = Stopwatch()
         self._seats = Seats(spec.workers.max, resources, ray_state.get_draining_nodes)
@@ -172,6 +171,7 @@ class ElasticController(TrainController):
         self._running_since = time.monotonic()
         self._why_parked = LEAVE
         self._sync_actor: Any = None
+        self._ray_parts: Any = None
         run_config = kwargs["train_run_context"].run_config
         self._runtime_env = WorkerGroup._get_worker_runtime_env(run_config.worker_runtime_env)
         scaling = ElasticScaling(kwargs["train_run_context"].scaling_config, self)
@@ -312,14 +312,21 @@ class ElasticController(TrainController):
         )
 
     def _hire(self, node_id: str, seat: int | None) -> RayHand:
-        spec = self._plan.spec
+        if self._ray_parts is None:
+            callbacks = [
+                callback
+                for callback in self._worker_group_callbacks_to_propagate
+                if isinstance(callback, WorkerCallback | TrainContextCallback)
+            ]
+            parts = (self._train_run_context, self._storage_context, callbacks)
+            self._ray_parts = ray.put(parts)
         return hire(
             node_id,
             None if seat is None else self._seats.group(seat),
             resources=self._plan.resources,
             runtime_env=self._runtime_env,
-            folders=self._plan.folders,
-            module=spec.workload.partition(":")[0],
+            part=self._plan.part,
+            ray_parts=self._ray_parts,
         )
 
 

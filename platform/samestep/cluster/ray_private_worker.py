@@ -31,8 +31,8 @@ from ray.util.scheduling_strategies import (
 )
 
 from samestep.cluster import process
-from samestep.cluster.folders import Folders
 from samestep.cluster.process import Whereabouts
+from samestep.cluster.rehearsal import Part, rehearse
 
 GPU: Final = "GPU"
 
@@ -49,21 +49,12 @@ class SteadyStatus(WorkerStatus):
 class SteadyWorker(RayTrainWorker):
     """A worker process that outlives its group."""
 
-    def warm(self, folders: Folders, module: str) -> ActorMetadata:
-        """Imports what training needs, so that a spare takes over in no time."""
-        import importlib
-        import sys
+    def warm(self, part: Part, ray_parts: Any) -> ActorMetadata:
+        """Makes ready to take over in no time; `ray_parts` load what Ray Train will send."""
+        import ray.train.torch  # noqa: F401
 
-        import samestep.engine.attempt
-        import samestep.telemetry.mlflow_model  # noqa: F401
-
-        search = map(str, folders.enter())
-        sys.path[:0] = [folder for folder in search if folder not in sys.path]
-        try:
-            importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # the attempt tells it, if it comes again
-            logger.info("%s can't be imported ahead: %r", module, error)
-        return self.get_metadata()  # type: ignore[no-any-return]
+        rehearse(part)
+        return self.get_metadata()
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         """Makes ready for an attempt."""
@@ -173,8 +164,8 @@ def hire(
     *,
     resources: Mapping[str, float],
     runtime_env: Mapping[str, Any],
-    folders: Folders,
-    module: str,
+    part: Part,
+    ray_parts: Any,
 ) -> RayHand:
     """Starts a worker process on a node.
 
@@ -196,4 +187,4 @@ def hire(
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         }
     actor = remote.options(runtime_env=dict(runtime_env), **options).remote()
-    return RayHand(actor, node_id, actor.warm.remote(folders, module))
+    return RayHand(actor, node_id, actor.warm.remote(part, ray_parts))
