@@ -22,7 +22,7 @@ from ray.train.v2._internal.constants import (
     get_env_vars_to_propagate,
 )
 
-from samestep.cluster.ray_private_control import run_controller
+from samestep.cluster.ray_private_control import Plan, run_controller
 
 WORKER_ACTORS: Final = ("SteadyWorker", "Trainer")
 RAY_HANDLER: Final = "ray_print_logs"

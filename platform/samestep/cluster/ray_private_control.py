@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import ray
 from ray._private.state import state as ray_state
-from ray.train import ControllerError, FailureConfig, TrainingFailedError
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import (
@@ -41,6 +40,8 @@ from ray.train.v2._internal.execution.worker_group import (
     WorkerGroupContext,
     WorkerGroupPollStatus,
 )
+from ray.train.v2.api.config import FailureConfig
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
 from samestep.cluster import process
 from samestep.cluster.crew import Crew
@@ -49,8 +50,8 @@ from samestep.cluster.muster import Muster, survives
 from samestep.cluster.notes import Notes
 from samestep.cluster.process import Whereabouts
 from samestep.cluster.ray_private_faults import faults_of, is_echo
-from samestep.cluster.ray_private_group import SteadyGroup, make_sync_actor
-from samestep.cluster.ray_private_worker import RayHand, hire
+from samestep.cluster.ray_private_group import NODE_ID_LABEL, SteadyGroup, make_sync_actor
+from samestep.cluster.ray_private_worker import RayHand, SteadyStatus, hire
 from samestep.cluster.recovery import Stopwatch
 from samestep.cluster.rehearsal import Part
 from samestep.cluster.seats import Seats
@@ -153,8 +154,6 @@ class ElasticFailures(FailurePolicy):
 class ElasticController(TrainController):
     """Ray Train's controller over seats, kept processes and parking."""
 
-    worker_group_cls = SteadyGroup
-
     def __init__(self, *, plan: Plan, **kwargs: Any) -> None:
         spec, resources = plan.spec, dict(plan.resources)
         self._plan = plan
@@ -237,6 +236,7 @@ class ElasticController(TrainController):
         end = time.monotonic() + ECHO_S
         while _are_echoes(status) and time.monotonic() < end:
             await asyncio.sleep(0.02)
+            assert self._worker_group is not None
             status = self._worker_group.poll_status(timeout=self._health_check_interval_s)
         if not status.errors:
             self._judge.saw(whereabouts(status))
@@ -250,7 +250,7 @@ class ElasticController(TrainController):
         self, controller_state: TrainControllerState
     ) -> TrainControllerLoopIterationResult:
         if self._worker_group:  # its processes are the ones to choose from
-            self._shutdown_worker_group()
+            self._shutdown_worker_group()  # type: ignore[no-untyped-call]
         try:
             return super()._make_and_handle_scaling_decision_for_non_running_worker_group(
                 controller_state
@@ -264,7 +264,7 @@ class ElasticController(TrainController):
         self, decision: ResizeDecision
     ) -> TrainControllerLoopIterationResult:
         if self._worker_group:
-            self._shutdown_worker_group()
+            self._shutdown_worker_group()  # type: ignore[no-untyped-call]
             if self.assemble() is None:
                 waiting = ControllerError(PlacementError("too few workers are ready"))
                 return self._gone_to(ReschedulingState(training_failed_error=waiting))
@@ -275,7 +275,7 @@ class ElasticController(TrainController):
         if self._sync_actor is None:
             self._sync_actor = make_sync_actor()
         context = WorkerGroupContext(
-            run_attempt_id=self._get_run_attempt_id(),
+            run_attempt_id=self._run_attempt_id,
             train_fn_ref=self._train_fn_ref,
             num_workers=num_workers,
             resources_per_worker=resources_per_worker,
@@ -306,7 +306,7 @@ class ElasticController(TrainController):
 
     def _gone_to(self, state: TrainControllerState) -> TrainControllerLoopIterationResult:
         return TrainControllerLoopIterationResult(
-            run_attempt_id=self._get_run_attempt_id(),
+            run_attempt_id=self._run_attempt_id,
             previous_state=self._state,
             next_state=state,
         )
@@ -335,7 +335,7 @@ def run_controller(plan: Plan, init_kwargs: Mapping[str, Any], env_vars: Mapping
     here = ray.get_runtime_context().get_node_id()
     actor_class: Any = ray.remote(
         num_cpus=0,
-        label_selector={ray._raylet.RAY_NODE_ID_KEY: here},
+        label_selector={NODE_ID_LABEL: here},
         runtime_env={"env_vars": dict(env_vars)},
     )(ElasticController)
     controller = actor_class.remote(plan=plan, **init_kwargs)
@@ -346,7 +346,7 @@ def run_controller(plan: Plan, init_kwargs: Mapping[str, Any], env_vars: Mapping
 def whereabouts(status: WorkerGroupPollStatus | None) -> list[Whereabouts]:
     """What each worker that could be reached told of itself."""
     states = status.worker_statuses.values() if status is not None else ()
-    return [state.whereabouts for state in states if hasattr(state, "whereabouts")]
+    return [state.whereabouts for state in states if isinstance(state, SteadyStatus)]
 
 
 def _are_echoes(status: WorkerGroupPollStatus) -> bool:

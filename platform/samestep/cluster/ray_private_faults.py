@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray.exceptions import OutOfMemoryError, RayActorError
-from ray.train import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from samestep.cluster.policy import Cause, Fault
 from samestep.errors import AttemptFailedError, ExitStatus, PlacementError

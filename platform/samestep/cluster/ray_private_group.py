@@ -22,7 +22,7 @@ from ray.train.v2._internal.util import invoke_context_managers
 from samestep.cluster import process
 from samestep.cluster.crew import Crew
 from samestep.cluster.ray_private_faults import is_dead
-from samestep.cluster.ray_private_worker import RayHand
+from samestep.cluster.ray_private_worker import RayHand, SteadyStatus
 from samestep.cluster.rendezvous import Meeting
 
 CALL_S: Final = 20.0
@@ -32,6 +32,7 @@ SETTLE_S: Final = 2.0
 FIRST_SETTLED_S: Final = 30.0
 """How long the group waits for the first of them: it may hold the only whole state."""
 CONFIRM_S: Final = 0.5
+NODE_ID_LABEL: Final = "ray.io/node-id"
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +127,10 @@ class SteadyGroup(WorkerGroup):
             raise WorkerGroupStartupFailedError(str(error)) from error
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
-        self._assert_inactive()
+        self._assert_inactive()  # type: ignore[no-untyped-call]
         context = self._worker_group_context
-        with invoke_context_managers([cb.on_worker_group_start for cb in self._callbacks]):
+        timed: Any = [callback.on_worker_group_start for callback in self._callbacks]
+        with invoke_context_managers(timed):
             for callback in self._callbacks:
                 callback.before_worker_group_start(context)
             workers = self._assign_worker_ranks(
@@ -167,8 +169,9 @@ class SteadyGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """Ends the attempt; whoever lives and has ended it in good order is kept."""
-        self._assert_active()
-        with invoke_context_managers([cb.on_worker_group_shutdown for cb in self._callbacks]):
+        self._assert_active()  # type: ignore[no-untyped-call]
+        timed: Any = [callback.on_worker_group_shutdown for callback in self._callbacks]
+        with invoke_context_managers(timed):
             self._disband()
             for callback in self._callbacks:
                 callback.after_worker_group_shutdown(self._worker_group_context)
@@ -177,16 +180,14 @@ class SteadyGroup(WorkerGroup):
         """Ends the attempt and all processes at once."""
         for hand in self.members:
             self._crew.drop(hand)
-        self._clear_state()
+        self._clear_state()  # type: ignore[no-untyped-call]
 
     def hosts(self) -> dict[int, str]:
         """Host of each worker, by world rank."""
         if not self.has_started():
             return {}
-        return {
-            worker.distributed_context.world_rank: worker.metadata.hostname
-            for worker in self.get_workers()
-        }
+        # They are in the order of their world ranks.
+        return {rank: worker.metadata.hostname for rank, worker in enumerate(self.get_workers())}
 
     def _disband(self) -> None:
         if not self.has_started():
@@ -208,7 +209,7 @@ class SteadyGroup(WorkerGroup):
                 self._crew.suspect(hand.node_id)
         for hand in left:
             self._crew.drop(hand)
-        self._clear_state()
+        self._clear_state()  # type: ignore[no-untyped-call]
 
     def _unsettled(self, pending: dict[Any, RayHand], patience_s: float) -> list[RayHand]:
         """Waits for those who end the attempt; gives the others."""
@@ -248,7 +249,7 @@ class SteadyGroup(WorkerGroup):
             hand = self._hands[worker.actor]
             if is_dead(state.error):
                 hand.mark_dead()
-            elif getattr(state, "whereabouts", None) and state.whereabouts.leaving:
+            elif isinstance(state, SteadyStatus) and state.whereabouts.leaving:
                 found.append(hand)
         return found
 
@@ -256,4 +257,5 @@ class SteadyGroup(WorkerGroup):
 def make_sync_actor() -> Any:
     """The actor behind Ray Train's barriers, on this node."""
     here = ray.get_runtime_context().get_node_id()
-    return SynchronizationActor.options(label_selector={ray._raylet.RAY_NODE_ID_KEY: here}).remote()
+    actor_class: Any = SynchronizationActor
+    return actor_class.options(label_selector={NODE_ID_LABEL: here}).remote()

@@ -33,7 +33,7 @@ class Meeting:
     def __init__(self, address: str) -> None:
         import torch.distributed as dist
 
-        self._store: Any = dist.TCPStore(
+        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             0,
             is_master=True,
@@ -62,7 +62,7 @@ def formed_group(
         dist.destroy_process_group()
     place = process.meeting()
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             place["address"],
             place["port"],
             is_master=False,
