@@ -21,6 +21,7 @@ class Standstill:
         detected_s: from the fault to its being noticed; None where it was planned, or nobody who
             lives was near.
         workers: before.
+        planned: it was decided, not suffered.
     """
 
     cause: str
@@ -28,6 +29,7 @@ class Standstill:
     since: float
     detected_s: float | None
     workers: int
+    planned: bool
 
 
 class Stopwatch:
@@ -60,6 +62,7 @@ class Stopwatch:
                 since=self._clock() - (ago_s or 0.0),
                 detected_s=None if planned else ago_s,
                 workers=workers,
+                planned=planned,
             )
 
     def look(self, everyone: Sequence[Whereabouts]) -> tuple[int, dict[str, Any]] | None:
@@ -74,7 +77,7 @@ class Stopwatch:
         fields = {
             "cause": was.cause,
             "message": was.message,
-            "planned": was.detected_s is None,
+            "planned": was.planned,
             "detected_s": was.detected_s,
             "again_s": self._clock() - min(ages) - was.since,
             "workers": [was.workers, len(everyone)],

@@ -59,7 +59,8 @@ def rehearse(part: Part) -> None:
     except (Exception, SystemExit) as error:  # the attempt tells it, if it comes again
         logger.info("rehearsal: %r", error)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         dist.destroy_process_group()
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
