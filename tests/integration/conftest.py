@@ -80,7 +80,8 @@ class Tiny(samestep.Workload):
     def before_step(self, model, step):
         if self.gate is not None:
             Path(self.gate, f"{os.getpid()}-{step}").touch()
-        threading.Event().wait(self.pause_s)
+        if not (self.gate is not None and Path(self.gate, "fast").exists()):
+            threading.Event().wait(self.pause_s)
         if step == self.raise_at:
             raise ValueError("the workload's own message")
         if step == self.break_at:
