@@ -25,6 +25,7 @@ from samestep.replay.summary import summarize
 from samestep.telemetry.past import read_past
 
 MakeSpec = Callable[..., JobSpec]
+WaitUntil = Callable[[Callable[[], Any], float, str], Any]
 HEAD = "127.0.0.2"
 NODES = ("127.0.0.11", "127.0.0.12")
 MORE_NODES = ("127.0.0.13", "127.0.0.14")
