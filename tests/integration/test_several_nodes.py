@@ -157,10 +157,11 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
     spec = make_spec(
         mode="ddp",
         workers={"min": 1, "max": 4},
-        args={"pause_s": 0.1, "gate": str(gate)},
+        args={"pause_s": 0.2, "gate": str(gate)},
         checkpoint={"every_steps": 1000},
         **fields,
     )
+    added: list[subprocess.Popen[bytes]] = []
     sizes: list[int] = []
 
     def settled(num_workers: int) -> bool:
@@ -174,19 +175,21 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
         with suppress(AssertionError):  # told by what is missing in `sizes`
             wait_until(lambda: settled(2), 120, "two workers")
             sizes.append(2)
-            last = [nodes.add(address) for address in MORE_NODES]
+            added.extend(nodes.add(address) for address in MORE_NODES)
             wait_until(lambda: settled(4), 120, "four workers")
             sizes.append(4)
             _drain(nodes.address, ip=MORE_NODES[0])
             wait_until(lambda: settled(2), 60, "two workers again")
             sizes.append(2)
-            nodes.end(last[1])
+            nodes.end(added.pop())
         (gate / "fast").touch()
 
     thread = threading.Thread(target=stir)
     thread.start()
     outcome = train(spec, name="moved", search=[folder])
     thread.join()
+    for node in added:
+        nodes.end(node)
     assert sizes == [2, 4, 2]
     assert (outcome.status, outcome.digest) == ("done", straight.digest)
     found = summarize(Storage.at(outcome.run))
