@@ -12,16 +12,19 @@
     ├── RunInUseError            5   a live run holds the run directory
     ├── UserCodeError            1   the workload raised; carries its traceback
     ├── PeerLostError            1   another worker went away (infrastructure: retried)
+    ├── AttemptFailedError       1   why a worker left its group, told to whoever decides on retries
     ├── DivergenceError          1   a step or a state differs from what it must equal
     └── RecorderError            1   the run's recorder can't be reached or refused us
 
-Every message says what happened, the value, and what to do. Each exception takes one string and
+Every message says what happened, the value, and what to do. Each exception takes plain data and
 so survives pickling between processes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
 
 
 class ExitStatus(IntEnum):
@@ -98,3 +101,21 @@ class DivergenceError(SamestepError):
 
 class RecorderError(SamestepError):
     """The recorder is away for too long, or refuses an attempt that is no longer current."""
+
+
+class AttemptFailedError(SamestepError):
+    """A worker left its group; what it met is told as plain data.
+
+    Attributes:
+        details: `kind` (of the exception), `step` (that was being taken), `attempt`,
+            `world_rank`, `host`, `exit_status`, `is_echo` (another worker was lost: the cause
+            lies there), `is_final` (no retry can help), `is_memory` (it ran out of memory),
+            `time` (seconds since the epoch).
+    """
+
+    def __init__(self, message: str, details: Mapping[str, Any]) -> None:
+        super().__init__(message, dict(details))
+        self.details = dict(details)
+
+    def __str__(self) -> str:
+        return str(self.args[0])

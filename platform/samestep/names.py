@@ -43,6 +43,7 @@ THREAD_WATCHDOG: Final = "samestep-watchdog"
 THREAD_LEASE: Final = "samestep-lease"
 THREAD_SINK_PREFIX: Final = "samestep-sink-"
 THREAD_METRICS_SERVER: Final = "samestep-metrics-server"
+THREAD_NOTES: Final = "samestep-notes"
 THREAD_TRACKING_CHECK: Final = "samestep-mlflow-check"
 
 
@@ -56,6 +57,7 @@ class Event(StrEnum):
     STOP_REQUESTED = "stop_requested"
     NUMERICS_CHANGED = "numerics_changed"
     PLACEMENT_DEPENDENT = "placement_dependent"
+    RECOVERED = "recovered"
     INCIDENT = "incident"
     MESSAGE = "message"
     FINISHED = "finished"

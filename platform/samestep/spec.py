@@ -93,12 +93,21 @@ class Resources(Part):
 
 
 class Retries(Part):
-    """How often a worker group is restarted, by cause."""
+    """How often a worker group is restarted in a row, without a step in between, by cause."""
 
+    user: int = Field(
+        1,
+        ge=0,
+        description=(
+            "restarts after the workload's own exceptions and lack of memory; the same failure of "
+            "the same step ends the run whatever this says"
+        ),
+        json_schema_extra=FREE,
+    )
     infrastructure: int = Field(
         20,
         ge=0,
-        description="restarts after lost workers or nodes, over one execution of the command",
+        description="restarts after lost workers or nodes",
         json_schema_extra=FREE,
     )
 
@@ -116,7 +125,23 @@ class Faults(Part):
     placement_timeout_s: float = Field(
         30,
         gt=0,
-        description="seconds to wait for room for the fewest workers",
+        description="seconds to wait for room for the fewest workers, before anything starts",
+        json_schema_extra=FREE,
+    )
+    replacement_timeout_s: float = Field(
+        600,
+        gt=0,
+        description="seconds to wait for room for the fewest workers after some were lost",
+        json_schema_extra=FREE,
+    )
+    spares: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description=(
+            "processes per node that stand ready to take over from a dead worker, each about "
+            "420 MB of memory; 0: a worker that died is replaced seconds later"
+        ),
         json_schema_extra=FREE,
     )
 

@@ -16,7 +16,7 @@ import pytest
 import ray
 import yaml
 
-from samestep import JobSpec, parse_spec
+from samestep import JobSpec, Outcome, parse_spec, train
 from samestep.cluster.environment import TRAIN_ENVIRONMENT, prepare_ray
 from samestep.exact import numerics
 
@@ -80,7 +80,8 @@ class Tiny(samestep.Workload):
     def before_step(self, model, step):
         if self.gate is not None:
             Path(self.gate, f"{os.getpid()}-{step}").touch()
-        threading.Event().wait(self.pause_s)
+        if not (self.gate is not None and Path(self.gate, "fast").exists()):
+            threading.Event().wait(self.pause_s)
         if step == self.raise_at:
             raise ValueError("the workload's own message")
         if step == self.break_at:
@@ -121,6 +122,13 @@ def make_spec(tmp_path: Path) -> Callable[..., JobSpec]:
         return parse_spec({**JOB, "storage": str(tmp_path / "runs"), **fields})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The tiny job, without any fault, in one process."""
+    spec = parse_spec({**JOB, "mode": "local", "storage": str(tmp_path_factory.mktemp("runs"))})
+    return train(spec, name="straight", search=[folder])
 
 
 @pytest.fixture(scope="module")

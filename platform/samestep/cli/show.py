@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from typing import Annotated
 
@@ -14,8 +15,10 @@ from rich.text import Text
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
 from samestep.replay.summary import DIED, RunSummary, summarize, why_ended
+from samestep.telemetry.board import describe_recovery
 
 LAST_INCIDENTS = 10
+LAST_RECOVERIES = 10
 
 
 @handles_errors
@@ -67,6 +70,12 @@ def _lines(summary: RunSummary) -> list[Text]:
         _line("", f"{incident.id}: {(incident.message.splitlines() or [''])[0]}")
         for incident in summary.incidents[-LAST_INCIDENTS:]
     ]
+    if summary.recoveries:
+        lines.append(_line("recoveries", _recoveries(summary)))
+    lines += [
+        _line("", f"attempt {item['attempt']} at step {item['step']}: {describe_recovery(item)}")
+        for item in summary.recoveries[-LAST_RECOVERIES:]
+    ]
     lines += [_line("torn", text) for text in summary.torn]
     return lines
 
@@ -102,6 +111,14 @@ def _checkpoints(summary: RunSummary) -> str:
         size = sum(info.num_bytes for info in whole) / 1e6
         text = f"after {', '.join(str(info.step) for info in whole)} steps ({size:.1f} MB)"
     return f"{text}; {unfinished} unfinished" if unfinished else text
+
+
+def _recoveries(summary: RunSummary) -> str:
+    times = sorted(float(item.get("again_s", 0.0)) for item in summary.recoveries)
+    return (
+        f"{len(times)}; training again after {statistics.median(times):.2f} s (median), "
+        f"{times[-1]:.2f} s at most"
+    )
 
 
 def _best(summary: RunSummary) -> str:

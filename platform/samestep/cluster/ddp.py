@@ -10,18 +10,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig
+from ray.train import RunConfig, ScalingConfig
 
+from samestep.cluster import process
 from samestep.cluster.folders import Desk, Folders, at_desk
 from samestep.cluster.placement import worker_resources
-from samestep.cluster.ray_private import ExactTorchTrainer
+from samestep.cluster.ray_private import ElasticTorchTrainer
+from samestep.cluster.ray_private_control import Plan
+from samestep.cluster.ray_private_group import MeetingConfig
+from samestep.cluster.rehearsal import Part
+from samestep.cluster.rendezvous import FORM_S, formed_group, limit_group, set_environment
+from samestep.errors import AttemptFailedError, PeerLostError, SamestepError
 from samestep.spec import JobSpec, dump_spec, parse_spec
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from samestep.cluster.actors import RayTarget
     from samestep.cluster.launch import Order
     from samestep.cluster.session import Session
+
+PARKED_S = 60.0
+"""How long a parked worker waits for its group to be taken apart."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,32 +43,30 @@ def fit(order: Order, session: Session, target: RayTarget) -> str | None:
         What Ray Train says went wrong, or None.
     """
     spec = order.spec
-    workers = spec.workers
-    # Typed as of Ray Train's first version, which knew no (min, max).
-    num_workers: Any = workers.min if workers.min == workers.max else (workers.min, workers.max)
-    trainer = ExactTorchTrainer(
+    resources = worker_resources(spec)
+    folders = Folders.of_command(order.search, is_copied=session.is_copied)
+    text = dump_spec(spec)
+    part = Part(spec=text, run_uri=order.run_uri, folders=folders, target=target)
+    trainer = ElasticTorchTrainer(
         train_worker,
+        plan=Plan(spec=spec, resources=resources, part=part),
         train_loop_config={
-            "spec": dump_spec(spec),
+            "spec": text,
             "run_uri": order.run_uri,
-            "folders": Folders.of_command(order.search, is_copied=session.is_copied),
+            "folders": folders,
             "target": target,
             "tracked": order.plan.tracking_uri is not None,
         },
-        torch_config=TorchConfig(
-            backend="nccl" if spec.resources.gpu else "gloo",
-            timeout_s=int(max(1, spec.faults.hang_timeout_s)),
-        ),
+        torch_config=MeetingConfig(),
         scaling_config=ScalingConfig(
-            num_workers=num_workers,
+            num_workers=spec.workers.max,
             use_gpu=bool(spec.resources.gpu),
-            resources_per_worker=worker_resources(spec),
+            resources_per_worker=resources,
         ),
         run_config=RunConfig(
             # A name of its own each time: Ray's bookkeeping must never decide where we resume.
             name=f"fit-{uuid.uuid4().hex[:8]}",
             storage_path=f"{order.run_uri}/ray",
-            failure_config=FailureConfig(max_failures=spec.faults.retries.infrastructure),
         ),
     )
     try:
@@ -69,47 +77,115 @@ def fit(order: Order, session: Session, target: RayTarget) -> str | None:
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """What each worker of the group runs."""
-    import torch.distributed as dist
+    """What each worker of the group runs.
 
+    Raises:
+        AttemptFailedError: the attempt failed; the supervisor decides what becomes of the run.
+    """
     from samestep.cluster.debugger import refuse_breakpoints
 
     refuse_breakpoints("this is one of several workers")
-    with at_desk(config, world_rank=dist.get_rank(), world_size=dist.get_world_size()) as desk:
-        as_planned = _attempt(config, desk)
-    if not as_planned:
+    failure = _worked(config)
+    if failure is None:
+        return
+    process.here.note_failure()
+    if not failure.details["is_echo"]:
         # Lets the others go, who wait for this worker: its sockets must close, so nothing that a
         # user's exception still holds in a cycle may keep them.
         gc.collect()
-        dist.destroy_process_group()
+    raise failure
 
 
-def _attempt(config: dict[str, Any], desk: Desk) -> bool:
+def _worked(config: dict[str, Any]) -> AttemptFailedError | None:
+    """Takes part in an attempt; every frame that holds the process group is gone afterwards."""
+    spec: JobSpec = _spec_of(config)
+    context = ray.train.get_context()
+    set_environment(context)
+    world_rank, world_size = context.get_world_rank(), context.get_world_size()
+    try:
+        with (
+            formed_group(
+                "nccl" if spec.resources.gpu else "gloo",
+                world_rank=world_rank,
+                world_size=world_size,
+                timeout_s=spec.faults.hang_timeout_s,
+            ) as group,
+            at_desk(config, world_rank=world_rank, world_size=world_size) as desk,
+        ):
+            return _attempt(config, spec, desk, group)
+    except SamestepError as error:
+        return _failed(error, world_rank, world_size)
+
+
+def _attempt(
+    config: dict[str, Any], spec: JobSpec, desk: Desk, group: dist.ProcessGroup
+) -> AttemptFailedError | None:
     import torch
-    import torch.distributed as dist
-    import yaml
 
-    from samestep.engine.attempt import Place, run_attempt
+    from samestep.engine.attempt import Ending, Place, run_attempt
     from samestep.engine.peers import Peers
     from samestep.telemetry.mlflow_model import model_keeper
 
-    spec: JobSpec = parse_spec(yaml.safe_load(config["spec"]))
-    # A gloo group of our own with a timeout of its own: new_group ignores the one given to init.
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.faults.hang_timeout_s))
+    control = _control_group(spec, group)
     device = ray.train.torch.get_device() if spec.resources.gpu else torch.device("cpu")
     place = Place(
         mode="ddp",
         devices=[device],
-        peers=Peers(control if dist.get_world_size() > 1 else None),
-        group=dist.group.WORLD if spec.resources.gpu else control,
+        peers=Peers(control if group.size() > 1 else None),
+        group=group if spec.resources.gpu else control,
         search=desk.search,
         files=desk.files,
         run_uri=config["run_uri"],
         target=config["target"],
+        supervised=True,
+        wants=process.here.wants,
+        on_step=process.here.note_step,
         on_finished=(
             model_keeper(config["run_uri"], partial(config["target"].call, "say"))
             if config["tracked"]
             else None
         ),
     )
-    return run_attempt(spec, place)
+    try:
+        ending = run_attempt(spec, place)
+    except AttemptFailedError as error:
+        return AttemptFailedError(str(error), error.details)
+    if ending is Ending.PARKED and not process.here.park(PARKED_S):
+        return _failed(
+            PeerLostError(f"parked, but the group was not taken apart within {PARKED_S:g} s"),
+            group.rank(),
+            group.size(),
+        )
+    return None
+
+
+def _control_group(spec: JobSpec, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group for messages between the workers, on the CPU."""
+    import torch.distributed as dist
+
+    if not spec.resources.gpu and spec.reduction == "exact":
+        return group
+    # Stock DDP's collectives, and NCCL's, stay apart from the messages.
+    control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=FORM_S))
+    limit_group(control, spec.faults.hang_timeout_s)
+    return control
+
+
+def _failed(error: SamestepError, world_rank: int, world_size: int) -> AttemptFailedError:
+    """Of a worker whose attempt has not begun, or is over."""
+    from samestep.engine.failure import Failure
+
+    there = process.here.whereabouts()
+    return Failure.of(
+        error,
+        step=there.step,
+        attempt=there.attempt,
+        world_rank=world_rank,
+        world_size=world_size,
+    ).to_error()
+
+
+def _spec_of(config: dict[str, Any]) -> JobSpec:
+    import yaml
+
+    return parse_spec(yaml.safe_load(config["spec"]))

@@ -14,7 +14,9 @@ from samestep.names import Env
 TRAIN_ENVIRONMENT: Final = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+    # Draining nodes are seen by the scaling policy, which parks the workers.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
 }
 

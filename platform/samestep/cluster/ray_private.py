@@ -1,6 +1,7 @@
-"""The only module that touches Ray's private interfaces; each has a test that fails when it moves.
+"""What we change in Ray's face to the driver: its trainer, and how workers' lines are shown.
 
-Checked with Ray 2.60.
+Only this module and its siblings `ray_private_*` touch Ray's private interfaces; each interface
+has a test that fails when it moves. Checked with Ray 2.60.
 """
 
 from __future__ import annotations
@@ -9,31 +10,55 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
 )
+from ray.train.v2._internal.constants import (
+    DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE,
+    get_env_vars_to_propagate,
+)
 
-WORKER_ACTORS: Final = ("RayTrainWorker", "Trainer")
+from samestep.cluster.ray_private_control import Plan, run_controller
+
+WORKER_ACTORS: Final = ("SteadyWorker", "Trainer")
 RAY_HANDLER: Final = "ray_print_logs"
 OUR_HANDLER: Final = "samestep"
 RAY_TRAIN_LINES: Final = ("Setting up process group for:",)
 
 
-class ExactTorchTrainer(TorchTrainer):
-    """TorchTrainer without two callbacks that we have no use for.
+class ElasticTorchTrainer(TorchTrainer):
+    """TorchTrainer with a controller of our own, and without two callbacks.
 
     The placement group cleaner asks the dashboard every second, which a local cluster does not
     have, and says so each time; when a controller dies Ray removes its groups itself. Ray Data is
     not used.
+
+    Args:
+        plan: for the controller.
     """
+
+    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._plan = plan
 
     def _create_default_callbacks(self) -> list[Any]:
         dropped = (PlacementGroupCleanerCallback, DatasetsCallback)
         made = super()._create_default_callbacks()  # type: ignore[misc]
         return [cb for cb in made if not isinstance(cb, dropped)]
+
+    def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
+        variables = get_env_vars_to_propagate()
+        variables.setdefault(
+            RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR,
+            DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE,
+        )
+        for replaced in ("scaling_policy", "failure_policy"):
+            controller_init_kwargs.pop(replaced)
+        return run_controller(self._plan, controller_init_kwargs, variables)
 
 
 def own_address(cluster: str) -> dict[str, Any]:

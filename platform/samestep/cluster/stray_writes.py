@@ -15,6 +15,7 @@ from typing import Any, Final
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 logger = logging.getLogger(__name__)
+_hooked = False
 
 
 def warn_of_stray_writes(*, world_rank: int, world_size: int, is_copied: bool) -> None:
@@ -34,6 +35,10 @@ def warn_of_stray_writes(*, world_rank: int, world_size: int, is_copied: bool) -
         reasons.append("the working directory of a submitted job is thrown away")
     if not reasons:
         return
+    global _hooked
+    if _hooked:  # a process may work for several attempts
+        return
+    _hooked = True
     why, seen = " and ".join(reasons), set[str]()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

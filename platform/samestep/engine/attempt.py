@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from samestep.checkpoint.state import check_encodable, collect
+from samestep.checkpoint.state import State, check_encodable, collect, state_sha256
 from samestep.checkpoint.storage import Storage
+from samestep.engine import survivor
 from samestep.engine.appraisal import require_metrics
 from samestep.engine.canary import compare_canary, compare_fingerprints, nominal_weight
+from samestep.engine.failure import Failure
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.heap import keep_freed_memory
 from samestep.engine.initial import Initial, load_initial
 from samestep.engine.loop import Loop
 from samestep.engine.peers import Peers
-from samestep.engine.resume import Resumption, Saved
+from samestep.engine.resume import Resumption, Saved, Source
 from samestep.engine.setup import (
     Built,
     before_step,
@@ -36,17 +39,11 @@ from samestep.engine.setup import (
     require_shared_storage,
     turns_of,
 )
-from samestep.engine.step import StepEngine
-from samestep.errors import (
-    CheckpointError,
-    PeerLostError,
-    SamestepError,
-    UserCodeError,
-    WorkloadError,
-)
+from samestep.engine.step import Replica, StepEngine
+from samestep.engine.survivor import Stage
+from samestep.errors import PeerLostError, RecorderError, SamestepError, WorkloadError
 from samestep.exact import numerics
 from samestep.exact.digest import live_digest
-from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Link, Patient, Target
@@ -57,6 +54,14 @@ logger = logging.getLogger(__name__)
 
 VERDICT_WAIT_S = 5.0
 FLUSH_S = 60.0
+
+
+def _nothing() -> int:
+    return 0
+
+
+def _unheard(step: int, attempt: int) -> None:
+    """Nobody follows the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,9 @@ class Place:
         run_uri: the run directory.
         target: the run's recorder.
         files: what the worker may write beside the run's own; None: nothing.
+        supervised: somebody decides on restarts; failures are raised to it.
+        wants: what this worker asks for in each step's small talk (`Flag`).
+        on_step: told of each step before it is taken, and of the attempt.
         on_finished: called once in worker 0 with the final model, a call that uses it once, and
             the file of the workload; must not raise.
     """
@@ -84,51 +92,83 @@ class Place:
     run_uri: str
     target: Target
     files: WorkerFiles | None = None
+    supervised: bool = False
+    wants: Callable[[], int] = _nothing
+    on_step: Callable[[int, int], None] = _unheard
     on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None = None
 
 
-def run_attempt(spec: JobSpec, place: Place) -> bool:
-    """Trains until the end of the run, a planned stop, or a failure that no restart mends.
+class Ending(IntEnum):
+    """How an attempt ended, as one worker sees it."""
 
-    Such a failure is told to the recorder, and this returns: raising would make the launcher
-    restart the group.
+    FAILED = 0
+    AS_PLANNED = 1
+    PARKED = 2
+
+
+def run_attempt(spec: JobSpec, place: Place) -> Ending:
+    """Trains until the end of the run, a planned stop, or a failure.
+
+    Where nobody supervises the attempt, a failure that no restart mends is told to the recorder
+    as the run's end. Else every failure is raised for the supervisor to judge, and what the
+    worker has of the run is kept in its process (`survivor`).
 
     Returns:
-        Whether the attempt ended as planned (done or interrupted).
+        AS_PLANNED: done or interrupted. PARKED: the state is kept for the next group. FAILED: the
+        recorder knows why.
 
     Raises:
-        PeerLostError: another worker went away for no known reason; worth a restart.
+        PeerLostError: unsupervised: another worker went away for no known reason.
+        AttemptFailedError: supervised: any failure.
     """
     place = replace(place, target=Patient(place.target))
-    attempt = int(place.target.call("status")["attempt"])
-    runner = _Attempt(spec, place, attempt)
+    runner = _Attempt(spec, place, place.target.call("status"))
+    failure: Failure | None = None
+    ended = False
     try:
-        runner.run()
-    except PeerLostError:
-        if runner.verdict_known():
-            return False
-        raise
+        ended = runner.run()
     except (Exception, SystemExit) as error:  # told once, by the worker that met it
-        runner.fail(error)
-        return False
+        if isinstance(error, PeerLostError) and not place.supervised:
+            runner.close()
+            if runner.verdict_known():
+                return Ending.FAILED
+            raise
+        failure = runner.failed(error)
+    except BaseException:
+        runner.close()
+        raise
+    # Outside of the except block: what the exception held is gone now.
+    try:
+        if failure is not None:
+            runner.tell(failure)
+        runner.close_link()
+        if place.supervised:
+            runner.keep(failure, parked=failure is None and not ended)
     finally:
         runner.close()
-    return True
+    if failure is None:
+        return Ending.AS_PLANNED if ended else Ending.PARKED
+    if place.supervised:
+        raise failure.to_error()
+    return Ending.FAILED
 
 
 class _Attempt:
-    def __init__(self, spec: JobSpec, place: Place, attempt: int) -> None:
+    def __init__(self, spec: JobSpec, place: Place, status: Mapping[str, Any]) -> None:
         self._spec = spec
         self._place = place
         self._peers = place.peers
         self._run = Storage.at(place.run_uri)
-        self._attempt = attempt
+        self._status = status
+        self._attempt = int(status["attempt"])
         self._link: Link | None = None
         self._feed: Feed | None = None
         self._engine: StepEngine | FastEngine | None = None
+        self._loop: Loop | None = None
         self._step = 0
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Trains; False when the workers parked."""
         spec, place, peers = self._spec, self._place, self._peers
         numerics.pin(spec)
         device = place.devices[0]
@@ -137,21 +177,17 @@ class _Attempt:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         require_shared_storage(self._run, peers)
-        output_folder = place.files.output_folder if place.files is not None else None
-        workload = load_workload(
-            spec.workload, spec.args, place.search, output_folder=output_folder
+        resumption = Resumption(
+            spec, run=self._run, peers=peers, target=place.target, status=self._status
         )
-        built = build(spec, workload, device)
-        # Again, because the workload's module may have set what torch keeps globally.
-        numerics.pin(spec)
+        resumption.choose()
+        built = resumption.built() or self._build(device)
         fingerprint = numerics.fingerprint(spec, device.type)
         mixed = compare_fingerprints(spec, peers, fingerprint)
         check_encodable(built.parts)
-        saved = Resumption(
-            spec, run=self._run, peers=peers, target=place.target, attempt=self._attempt
-        ).restore(built)
+        saved = resumption.restore(built)
         self._step = saved.step
-        initial = load_initial(spec, built.parts) if saved.digest is None else None
+        initial = load_initial(spec, built.parts) if saved.source is None else None
         replicas = make_replicas(spec, built, place.devices, peers)
         self._feed = Feed(
             workload=built.workload,
@@ -164,10 +200,9 @@ class _Attempt:
             loader_processes=spec.loader_processes,
             pin_memory=device.type == "cuda",
         )
-        # A checkpoint at step 0 was taken after before_step(0).
-        has_begun = saved.step == 0 and saved.digest is not None
-        if saved.step < built.end_step and not has_begun:
-            before_step(spec, built.workload, replicas, saved.step)
+        self._re_enact(built, saved, resumption, replicas)
+        resumption.keep(built, saved)
+        resumption.release()
         scaler = built.parts.scaler
         scale: Callable[[torch.Tensor], torch.Tensor] = scaler.scale if scaler else _unscaled
         exact = StepEngine(
@@ -179,10 +214,12 @@ class _Attempt:
             scale=scale,
         )
         self._engine = exact
-        state = collect(built.parts, step=saved.step, extras={}).tensors
-        formed = compare_canary(
-            spec, exact, peers, built.order, self._feed.take_apart, live_digest(state)
-        )
+        whole = collect(built.parts, step=saved.step, extras={})
+        state = whole.tensors
+        digest = live_digest(state)
+        if saved.source is Source.SURVIVOR:  # what was handed over is compared to the last value
+            digest += state_sha256(State(step=saved.step, tensors={}, values=whole.values))
+        formed = compare_canary(spec, exact, peers, built.order, self._feed.take_apart, digest)
         grown = collect(built.parts, step=saved.step, extras={}).tensors.keys() - state.keys()
         if grown:
             raise WorkloadError(
@@ -198,14 +235,15 @@ class _Attempt:
             self._engine = FastEngine(
                 spec=spec, workload=built.workload, replica=replicas[0], peers=peers, scale=scale
             )
-        if built.evaluation is not None and saved.step < built.end_step:
+        is_new = saved.source is not Source.SURVIVOR
+        if built.evaluation is not None and saved.step < built.end_step and is_new:
             # What is wrong with evaluate, or hangs on a metric that it lacks, shows before step 0.
             metrics = built.evaluation.run(
                 built.parts.model, peers, step=saved.step, device=device, max_batches=1
             )
             require_metrics(spec, built.schedule, metrics)
         self._begin(built, saved, initial, fingerprint, mixed + formed.differing)
-        Loop(
+        self._loop = Loop(
             spec=spec,
             built=built,
             engine=self._engine,
@@ -218,13 +256,50 @@ class _Attempt:
             start=replace(saved, nominal_weight=exact.nominal_weight),
             fingerprint=fingerprint,
             on_step=self._at,
+            wants=place.wants,
             on_finished=place.on_finished,
-        ).train()
+        )
+        survivor.forget()  # the loop holds the newest state from here on
+        return self._loop.train()
+
+    def _re_enact(
+        self, built: Built, saved: Saved, resumption: Resumption, replicas: list[Replica]
+    ) -> None:
+        """Calls `before_step` as it had been called when the state was taken.
+
+        Objects made anew need what it does beside changing the model. Of a state that was taken
+        after the call, the tensors have its changes already: they are put back.
+        """
+        rest, is_new = saved.rest, resumption.built() is None
+        settled = rest.stage is Stage.SETTLED
+        if settled and (saved.step == built.end_step or (rest.begun and not is_new)):
+            return
+        if not settled and not is_new:
+            return
+        step = saved.step if settled else saved.step - 1
+        before_step(self._spec, built.workload, replicas, step)
+        if rest.begun or not settled:
+            resumption.restore_again(built)
+
+    def keep(self, failure: Failure | None, *, parked: bool) -> None:
+        """Keeps what this worker has of the run in its process, for the next group."""
+        if self._loop is not None:
+            held = self._loop.held(self._run.uri) if failure is not None or parked else None
+            if held is None:
+                survivor.forget()
+            else:
+                # Objects of a workload that raised are not to be trusted: they are made anew.
+                survivor.hold(held.apart() if failure and not failure.is_echo else held)
+        self._loop = None
+
+    def close_link(self) -> None:
+        """Delivers what can be delivered; what is left can be told from then on."""
+        if self._link is not None:
+            self._link.close()
 
     def close(self) -> None:
         """Ends what the attempt started in this process."""
-        if self._link is not None:
-            self._link.close()
+        self.close_link()
         if self._feed is not None:
             self._feed.close()
         if self._engine is not None:
@@ -239,43 +314,58 @@ class _Attempt:
             time.sleep(0.1)
         return False
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the recorder: first the incident, then the verdict."""
-        import traceback
-
-        kind = type(error).__name__
-        message = str(error) if isinstance(error, SamestepError) else f"{kind}: {error}"
-        host, world_rank = os.uname().nodename, self._peers.world_rank
-        if isinstance(error, UserCodeError) and self._peers.world_size > 1:
-            message = f"worker {world_rank} on {host}: {message}"
-        text = "".join(traceback.format_exception(error))
-        incident = Incident(
-            kind=_incident_kind(error),
+    def failed(self, error: BaseException) -> Failure:
+        """Takes down what ended the attempt."""
+        return Failure.of(
+            error,
             step=self._step,
             attempt=self._attempt,
-            world_rank=world_rank,
-            host=host,
-            time=time.time(),
-            message=message,
-            traceback=text,
+            world_rank=self._peers.world_rank,
+            world_size=self._peers.world_size,
         )
+
+    def tell(self, failure: Failure) -> None:
+        """Tells the recorder: first the incident, then the verdict where this worker gives it."""
         # A UserCodeError tells the user's traceback itself.
-        told = message if isinstance(error, UserCodeError) else text
-        self._note(f"failed at step {self._step}\n{told}")
-        status = int(error.exit_status) if isinstance(error, SamestepError) else 1
-        target = self._place.target
+        told = failure.message if failure.is_users else failure.traceback
+        self._note(f"failed at step {failure.step}\n{told}")
+        if failure.is_echo:
+            return
         if self._link is not None:
             try:
                 self._link.flush(FLUSH_S)
             except SamestepError as late:
                 logger.warning("attempt=%s flush before failing: %s", self._attempt, late)
-        diverged = _incident_kind(error) is IncidentKind.DIVERGENCE
+        diverged = failure.incident is IncidentKind.DIVERGENCE
         if not (diverged and self._link is not None and self._link.divergence is not None):
-            target.call("record_incident", self._attempt, incident.to_json())
-        target.call("fail", self._attempt, f"{kind}:{status}", message)
+            self._tell("record_incident", failure.to_incident().to_json())
+        if not self._place.supervised:
+            verdict = f"{failure.kind}:{failure.exit_status}"
+            self._tell("fail", verdict, failure.message)
+
+    def _tell(self, method: str, *args: Any) -> None:
+        try:
+            self._place.target.call(method, self._attempt, *args)
+        except RecorderError as error:
+            if not self._place.supervised:
+                raise
+            # The supervisor tells the failure itself.
+            logger.warning("attempt=%s %s was refused: %s", self._attempt, method, error)
+
+    def _build(self, device: torch.device) -> Built:
+        spec, place = self._spec, self._place
+        output_folder = place.files.output_folder if place.files is not None else None
+        workload = load_workload(
+            spec.workload, spec.args, place.search, output_folder=output_folder
+        )
+        built = build(spec, workload, device)
+        # Again, because the workload's module may have set what torch keeps globally.
+        numerics.pin(spec)
+        return built
 
     def _at(self, step: int) -> None:
         self._step = step
+        self._place.on_step(step, self._attempt)
 
     def _begin(
         self,
@@ -335,18 +425,6 @@ def verdict_outcome(verdict: dict[str, Any] | None) -> tuple[int, str] | None:
         return None
     _, _, status = str(verdict["kind"]).partition(":")
     return int(status or 1), str(verdict["message"])
-
-
-def _incident_kind(error: BaseException) -> IncidentKind:
-    from samestep.errors import DivergenceError
-
-    if isinstance(error, DivergenceError):
-        return IncidentKind.DIVERGENCE
-    if isinstance(error, CheckpointError):
-        return IncidentKind.DAMAGED_CHECKPOINT
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return IncidentKind.OUT_OF_MEMORY
-    return IncidentKind.EXCEPTION
 
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:

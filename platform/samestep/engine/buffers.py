@@ -30,6 +30,7 @@ class BufferKeeper:
             if buffer is not None
         ]
         self._modes = [(module, module.training) for module in model.modules()]
+        self._in_step = False
         self.live = [module._buffers[name] for module, name, _ in self._places]
         offsets, end = [], 0
         for buffer in self.live:
@@ -46,6 +47,13 @@ class BufferKeeper:
         """Takes down the buffers, and each module's mode, as they are."""
         self._modes = [(module, module.training) for module, _ in self._modes]
         self._copy(self._before_views, self._live())
+        self._in_step = True
+
+    def rewind(self) -> None:
+        """Puts buffers and modes back to before a step that is given up, if it had begun."""
+        if self._in_step:
+            self.start_shard()
+            self._in_step = False
 
     def start_shard(self) -> None:
         """Puts the buffers, and the modes, back to what they were before the step."""
@@ -76,6 +84,7 @@ class BufferKeeper:
     def end_step(self, peers: Peers, owner: int) -> None:
         """Gives every worker the buffers that `owner` kept."""
         if not self._places:
+            self._in_step = False
             return
         if peers.world_size > 1:
             on_cpu = self._after if self._after.device.type == "cpu" else self._after.cpu()
@@ -84,6 +93,7 @@ class BufferKeeper:
                 self._after.copy_(on_cpu)
         self.start_shard()
         self._copy(self._live(), self._after_views)
+        self._in_step = False
 
     def take_over(self, other: BufferKeeper) -> None:
         """Copies what another replica of this process kept."""

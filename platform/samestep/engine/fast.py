@@ -61,7 +61,9 @@ class FastEngine:
         device_ids = [replica.device.index] if replica.device.type == "cuda" else None
         self._ddp = DistributedDataParallel(module, device_ids=device_ids, **(ddp_options or {}))
 
-    def compute(self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int) -> Reduced:
+    def compute(
+        self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int, delivered: int = 0
+    ) -> Reduced:
         """Forward and backward of the worker's shards under `no_sync` but for the last one."""
         mine = [plans[shard] for shard in self.main.shards if plans[shard].ids]
         for parameter in self.main.model.parameters():
@@ -90,7 +92,7 @@ class FastEngine:
             str(shard): [result.loss_value, result.weight, result.metrics]
             for shard, result in results.items()
         }
-        messages = self._peers.gather({"flag": flag, "shards": shards})()
+        messages = self._peers.gather({"flag": flag, "delivered": delivered, "shards": shards})()
         return self._reduced(messages)
 
     def _reduced(self, messages: list[dict[str, Any]]) -> Reduced:
@@ -112,9 +114,15 @@ class FastEngine:
             shard_weights=weights,
             metrics={name: mean_of_sums(sums) for name, sums in sorted(metrics.items())},
             flag=max(message["flag"] for message in messages),
+            delivered=int(messages[0]["delivered"]),
             parameters=[p for p in self.main.model.parameters() if p.grad is not None],
             traffic=Traffic(),
         )
+
+    def rewind(self) -> bool:
+        """As of StepEngine."""
+        self.main.keeper.rewind()
+        return True
 
     def sync_replicas(self) -> None:
         """There is one replica."""

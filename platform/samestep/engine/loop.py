@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from samestep.checkpoint.manifest import CheckpointMeta
-from samestep.checkpoint.state import collect
+from samestep.checkpoint.state import State, collect, state_sha256
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import write_files
 from samestep.engine.appraisal import Appraisal
 from samestep.engine.ema import averages_in
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
+from samestep.engine.flag import Flag
 from samestep.engine.hooks import Hooks
 from samestep.engine.peers import Peers
+from samestep.engine.recording import Recording, step_record, values_of
 from samestep.engine.resume import Saved
 from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
-from samestep.engine.update import Updated, apply_update
-from samestep.errors import DivergenceError, ExitStatus, RecorderError
+from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
+from samestep.engine.update import apply_update
+from samestep.errors import DivergenceError, ExitStatus, PeerLostError
 from samestep.exact import numerics
-from samestep.exact.digest import ids_digest, live_digest
+from samestep.exact.digest import live_digest
 from samestep.names import Event
 from samestep.spec import JobSpec, bits_part
 from samestep.telemetry.link import Link, Target
-from samestep.telemetry.records import EventRecord, StepRecord
-from samestep.workload import Values
+from samestep.workload import Values, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class Loop:
         start: Saved,
         fingerprint: dict[str, Any],
         on_step: Callable[[int], None],
+        wants: Callable[[], int],
         on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None,
     ) -> None:
         self._on_finished = on_finished
@@ -73,7 +77,16 @@ class Loop:
         self._target = target
         self._link = link
         self._attempt = attempt
-        self._step = self._first_step = start.step
+        self._start = start
+        self._step = start.step
+        self._stage = start.rest.stage
+        # That of the first step was called when the group formed: the canary needs it too.
+        self._begun = self._stage is Stage.SETTLED
+        self._whole, self._computing = True, False
+        self._is_best = start.rest.is_best
+        self._values = Values(**start.rest.values) if start.rest.values else None
+        self._wants = wants
+        self._recording = Recording(link, attempt)
         self._nominal_weight = start.nominal_weight
         self._numerics = fingerprint
         self._on_step = on_step
@@ -83,40 +96,92 @@ class Loop:
             schedule=built.schedule,
             steps_per_epoch=built.order.steps_per_epoch,
             early_stop=start.early_stop,
-            best=start.best,
+            best=start.rest.best,
         )
         self._hooks = Hooks(built.workload, seed=spec.seed, device=self._device)
-        self._evaluation: dict[str, float] | None = None
-        self._evaluated_at = -1
-        self._committed = (start.step, start.digest) if start.digest is not None else None
+        self._evaluation = start.rest.evaluation
+        self._evaluated_at = start.step if start.rest.evaluation is not None else -1
+        self._committed = (start.step, start.digest or "") if start.rest.committed else None
         self._data_wait_s = 0.0
+        has_own = type(built.workload).before_step is not Workload.before_step
+        model = built.parts.model
+        self._touched = [*model.parameters(), *model.buffers()] if has_own else []
 
-    def train(self) -> None:
-        """Takes steps; ends with a checkpoint and the run's result at the recorder."""
-        if self._spec.init_from.path is not None and self._committed is None:
+    def train(self) -> bool:
+        """Takes steps; ends with a checkpoint and the run's result at the recorder.
+
+        Returns:
+            False when the workers parked instead: the run goes on in another group.
+        """
+        if self._spec.init_from.path is not None and self._start.source is None:
             self._checkpoint()  # a resume needs the source no more, whatever becomes of it
-        end_step, stop = self._built.end_step, False
-        while self._step < end_step and not stop and self._appraisal.stop_reason is None:
+        end_step, flag = self._built.end_step, Flag.GO_ON
+        self._settle()
+        while self._step < end_step and not flag and self._appraisal.stop_reason is None:
             self._on_step(self._step)
-            stop, values = self._take_step()
-            is_best = self._appraisal.is_due(self._step) and self._evaluate()
-            if self._step % self._built.order.steps_per_epoch == 0:
-                self._hooks.on_epoch(values, self._evaluation_here)
-            every = self._spec.checkpoint.every_steps
-            if is_best or (every and self._step % every == 0 and self._step < end_step):
-                self._checkpoint()
+            flag = self._take_step()
+            self._settle()
         done = self._step >= end_step or self._appraisal.stop_reason is not None
+        if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
+            if flag is Flag.PARK_AND_SAVE:
+                self._checkpoint()
+            return False
         if done:
             self._evaluate()
         self._checkpoint()
         self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
         self._peers.gather("end")()
+        return True
+
+    def held(self, run_uri: str) -> Held | None:
+        """What this worker has of the run when the attempt breaks off; None: nothing whole."""
+        if not self._whole or (self._computing and not self._engine.rewind()):
+            return None
+        rest = Rest(
+            stage=self._stage,
+            begun=self._begun,
+            values=None if self._values is None else asdict(self._values),
+            evaluation=self._evaluation_here,
+            is_best=self._is_best,
+            best=self._appraisal.best,
+            committed=self._committed is not None and self._committed[0] == self._step,
+        )
+        return Held(
+            run_uri=run_uri,
+            attempt=self._attempt,
+            state=self._state({HELD_KEY: rest.to_extras()}),
+            built=self._built,
+            records=self._recording.rest(),
+        )
+
+    def _settle(self) -> None:
+        """Does what is due after the last update; goes on where an attempt before broke off."""
+        if self._stage < Stage.TOLD:
+            assert self._values is not None
+            self._hooks.on_step(self._values)
+            self._stage = Stage.TOLD
+        if self._stage < Stage.EVALUATED:
+            self._is_best = self._appraisal.is_due(self._step) and self._evaluate()
+            self._stage = Stage.EVALUATED
+        if self._stage < Stage.EPOCH_TOLD:
+            assert self._values is not None
+            if self._step % self._built.order.steps_per_epoch == 0:
+                self._hooks.on_epoch(self._values, self._evaluation_here)
+            self._stage = Stage.EPOCH_TOLD
+        if self._stage < Stage.SETTLED:
+            every = self._spec.checkpoint.every_steps
+            is_due = every and self._step % every == 0 and self._step < self._built.end_step
+            if self._is_best or is_due:
+                self._checkpoint()
+            self._stage = Stage.SETTLED
 
     def _finish(self, done: bool) -> None:
         if self._link is None:
             return
         assert self._committed is not None
+        # Whoever goes on from a survivor's state may not know what the one before committed.
+        digest = self._committed[1] or state_sha256(self._state())
         appraisal = self._appraisal
         if appraisal.warning is not None:
             self._target.call("say", appraisal.warning)
@@ -137,7 +202,7 @@ class Loop:
                 "status": "done" if done else "interrupted",
                 "reason": reason,
                 "step": self._step,
-                "digest": self._committed[1],
+                "digest": digest,
                 "evaluation": self._evaluation,
                 "best": appraisal.best_as_json(),
                 "exit_status": int(ExitStatus.DONE if done else ExitStatus.INTERRUPTED),
@@ -156,17 +221,19 @@ class Loop:
                 max_batches=1,
             )
 
-    def _take_step(self) -> tuple[bool, Values]:
+    def _take_step(self) -> Flag:
         spec, built, step = self._spec, self._built, self._step
         started = time.perf_counter()
         self._data_wait_s = 0.0
         numerics.require_pinned(spec)
-        if step != self._first_step:
-            # That of the first was called when the group formed: the canary needs it too.
-            before_step(spec, built.workload, self._engine.replicas, step)
+        if not self._begun:
+            self._before_step()
         plans = built.order.shards_of(step)
-        wants_stop = self._link is not None and self._link.stop_requested
-        reduced = self._engine.compute(step, plans, self._take, int(wants_stop))
+        self._computing = True
+        reduced = self._engine.compute(
+            step, plans, self._take, self._wanted(), self._recording.delivered
+        )
+        self._computing = self._whole = False  # only an update that is through gives a whole state
         updated = apply_update(
             spec,
             built.parts,
@@ -176,23 +243,36 @@ class Loop:
             schedule_due=self._schedule_due(step + 1),
         )
         self._engine.sync_replicas()
-        self._step = step + 1
+        self._step, self._stage, self._begun = step + 1, Stage.UPDATED, False
+        self._values = values_of(step, plans[0].epoch, reduced, updated)
+        self._evaluation, self._is_best, self._whole = None, False, True
+        self._recording.note_delivered(reduced.delivered)
+        ids = [list(plan.ids) for plan in plans]
         digest = None
-        if spec.digest_every and self._step % spec.digest_every == 0:
-            digest = self._agreed_digest()
-        if self._link is not None:
-            timing = {
-                "step_s": time.perf_counter() - started,
-                "data_wait_s": self._data_wait_s,
-                "exchange_wait_s": reduced.traffic.wait_s,
-                "sent_bytes": reduced.traffic.sent_bytes,
-                "at_s": time.time(),
-            }
-            ids = [list(plan.ids) for plan in plans]
-            self._record(step, plans[0].epoch, ids, reduced, updated, digest, timing)
-        values = _values(step, plans[0].epoch, reduced, updated)
-        self._hooks.on_step(values)
-        return bool(reduced.flag), values
+        try:
+            if spec.digest_every and self._step % spec.digest_every == 0:
+                digest = self._agreed_digest()
+        except PeerLostError:
+            # The step is taken, whoever is gone: another attempt goes on behind it.
+            self._record(ids, reduced, None, started)
+            raise
+        self._record(ids, reduced, digest, started)
+        return Flag(reduced.flag)
+
+    def _before_step(self) -> None:
+        versions = [tensor._version for tensor in self._touched]
+        self._whole = False
+        try:
+            before_step(self._spec, self._built.workload, self._engine.replicas, self._step)
+            self._whole = self._begun = True
+        finally:
+            if not self._whole:  # it raised: the state is whole if nothing was changed so far
+                self._whole = versions == [tensor._version for tensor in self._touched]
+
+    def _wanted(self) -> int:
+        if self._link is not None and self._link.stop_requested:
+            return Flag.STOP
+        return self._wants()
 
     def _schedule_due(self, num_steps: int) -> bool:
         schedule = self._built.schedule
@@ -208,39 +288,20 @@ class Loop:
             self._data_wait_s += time.perf_counter() - started
 
     def _record(
-        self,
-        step: int,
-        epoch: int,
-        ids: list[list[int]],
-        reduced: Reduced,
-        updated: Updated,
-        digest: str | None,
-        timing: dict[str, float],
+        self, ids: list[list[int]], reduced: Reduced, digest: str | None, started: float
     ) -> None:
-        assert self._link is not None
-        if self._link.divergence is not None:
-            raise DivergenceError(self._link.divergence)
-        if self._link.refused:
-            raise RecorderError(
-                f"attempt {self._attempt} is no longer the run's present one: this worker was "
-                "replaced, and nothing it does is kept"
-            )
-        record = StepRecord(
-            step=step,
-            epoch=epoch,
-            samples=sum(map(len, ids)),
-            loss=_loss(reduced),
-            shard_losses=reduced.shard_losses,
-            shard_weights=[weight or None for weight in reduced.shard_weights],
-            grad_norm=_grad_norm(updated),
-            lr=updated.learning_rates,
-            ids=ids_digest(ids),
-            metrics=reduced.metrics,
-            skipped=updated.skipped,
-            state_digest=digest,
-            timing=timing,
+        assert self._values is not None
+        self._recording.require_current()
+        timing = {
+            "step_s": time.perf_counter() - started,
+            "data_wait_s": self._data_wait_s,
+            "exchange_wait_s": reduced.traffic.wait_s,
+            "sent_bytes": reduced.traffic.sent_bytes,
+            "at_s": time.time(),
+        }
+        self._recording.step(
+            step_record(self._values, ids=ids, reduced=reduced, digest=digest, timing=timing)
         )
-        self._link.record(record.to_json())
 
     def _evaluate(self) -> bool:
         """Evaluates, once a step; returns whether the state is the best so far."""
@@ -250,9 +311,13 @@ class Loop:
             self._built.parts.model, self._peers, step=self._step, device=self._device
         )
         self._evaluation, self._evaluated_at = metrics, self._step
-        self._event(Event.EVALUATION, {"metrics": metrics, "samples": self._built.evaluation.size})
-        if self._step == self._first_step:
-            return False  # the checkpoint that was restored has what was decided then in it
+        self._recording.event(
+            Event.EVALUATION,
+            self._step,
+            {"metrics": metrics, "samples": self._built.evaluation.size},
+        )
+        if self._step == self._start.step and self._start.rest.stage >= Stage.EVALUATED:
+            return False  # what was restored has what was decided then in it
         due = self._appraisal.is_due(self._step)
         return self._appraisal.take(metrics, step=self._step, decides=due)
 
@@ -285,16 +350,7 @@ class Loop:
             return
         self._agreed_digest()
         if self._link is not None:
-            state = collect(
-                self._built.parts,
-                step=self._step,
-                extras={
-                    "nominal_weight": self._nominal_weight,
-                    "dataset_size": self._built.dataset_size,
-                    "steps_per_epoch": self._built.order.steps_per_epoch,
-                    **self._appraisal.state,
-                },
-            )
+            state = self._state()
             self._link.flush(FLUSH_S)
             if self._link.divergence is not None:
                 raise DivergenceError(self._link.divergence)
@@ -316,33 +372,15 @@ class Loop:
         else:
             self._committed = (self._step, "")
 
-    def _event(self, event: Event, fields: dict[str, Any]) -> None:
-        if self._link is not None:
-            record = EventRecord(
-                event=event,
-                step=self._step,
-                attempt=self._attempt,
-                time=time.time(),
-                fields=fields,
-            )
-            self._link.record(record.to_json())
-
-
-def _values(step: int, epoch: int, reduced: Reduced, updated: Updated) -> Values:
-    return Values(
-        step=step,
-        epoch=epoch,
-        loss=_loss(reduced),
-        grad_norm=_grad_norm(updated),
-        lr=tuple(updated.learning_rates),
-        metrics=dict(reduced.metrics),
-        skipped=updated.skipped,
-    )
-
-
-def _loss(reduced: Reduced) -> float | None:
-    return None if reduced.is_empty else reduced.loss
-
-
-def _grad_norm(updated: Updated) -> float | None:
-    return None if math.isnan(updated.grad_norm) and updated.skipped else updated.grad_norm
+    def _state(self, more: Mapping[str, Any] = MappingProxyType({})) -> State:
+        return collect(
+            self._built.parts,
+            step=self._step,
+            extras={
+                "nominal_weight": self._nominal_weight,
+                "dataset_size": self._built.dataset_size,
+                "steps_per_epoch": self._built.order.steps_per_epoch,
+                **self._appraisal.state,
+                **more,
+            },
+        )

@@ -18,6 +18,7 @@ from samestep.errors import PeerLostError
 TALK_TAG = 1 << 21
 REST_TAG = TALK_TAG + 1
 SPREAD_TAG = TALK_TAG + 2
+GIVE_TAG = TALK_TAG + 3
 FIRST_BYTES = 4096
 _LENGTH = struct.Struct("<Q")
 
@@ -78,6 +79,14 @@ class Peers:
                 _wait(work, peer)
         else:
             _wait(self._irecv(tensor, owner, SPREAD_TAG), owner)
+
+    def give(self, data: Tensor, peer: int) -> None:
+        """Sends a CPU tensor to one worker, which must `take` one of the same size."""
+        _wait(self._isend(data, peer, GIVE_TAG), peer)
+
+    def take(self, data: Tensor, owner: int) -> None:
+        """Overwrites a CPU tensor by what another worker gives."""
+        _wait(self._irecv(data, owner, GIVE_TAG), owner)
 
     def _read(self, head: Tensor, peer: int) -> Any:
         raw = head.numpy().tobytes()

@@ -1,11 +1,17 @@
-"""Where an attempt starts: the newest whole checkpoint, restored on every worker, or step 0."""
+"""Where an attempt starts: the newest whole state there is, the same on every worker, or step 0.
+
+Every worker tells which states it could give (`Offer`); all choose by the same rule, so nobody has
+to be asked. A survivor's state is sent to those that lack it over the process group.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from samestep.checkpoint.ranking import Ranking
@@ -18,14 +24,74 @@ from samestep.checkpoint.reading import (
 )
 from samestep.checkpoint.state import State, restore
 from samestep.checkpoint.storage import Storage
+from samestep.engine import survivor
 from samestep.engine.appraisal import Best
+from samestep.engine.handover import hand_over
 from samestep.engine.peers import Peers
 from samestep.engine.setup import Built
+from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
 from samestep.errors import CheckpointError, PeerLostError, RunConflictError, SamestepError
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Target
+
+SETTLED = Rest(stage=Stage.SETTLED, begun=False)
+
+
+class Source(StrEnum):
+    """Where a state comes from; of equally new ones the first is taken."""
+
+    SURVIVOR = "survivor"
+    SNAPSHOT = "snapshot"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A state that a worker could give.
+
+    Attributes:
+        kind: where it lies.
+        step: steps taken before it.
+        stage: what is done after the last of them.
+        attempt: the attempt it comes from; 0 where that does not matter.
+    """
+
+    kind: Source
+    step: int
+    stage: int = Stage.SETTLED
+    attempt: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The greatest is taken."""
+        return self.step, self.stage, -list(Source).index(self.kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What all workers start from.
+
+    Attributes:
+        offer: the state; None: there is none, the run starts at step 0.
+        holders: ranks of the workers that offer it.
+    """
+
+    offer: Offer | None
+    holders: tuple[int, ...] = ()
+
+
+def choose(offers: Sequence[Sequence[Offer]]) -> Choice:
+    """The newest state of all that the workers (by rank) offer."""
+    everything = [offer for mine in offers for offer in mine]
+    if not everything:
+        return Choice(offer=None)
+    best = max(everything, key=lambda offer: offer.rank)
+    holders = [
+        rank for rank, mine in enumerate(offers) if any(offer.rank == best.rank for offer in mine)
+    ]
+    return Choice(offer=best, holders=tuple(holders))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +101,18 @@ class Saved:
     Attributes:
         step: steps taken so far.
         nominal_weight: of the run's shards, if it is known yet.
-        digest: of the checkpoint that was restored; None at the start of a run.
-        early_stop: the count of evaluations without improvement, as the checkpoint has it.
-        best: the best checkpoint so far.
+        source: where the state came from; None at the start of a run.
+        digest: of the checkpoint that was restored; None for any other source.
+        early_stop: the count of evaluations without improvement, as the state has it.
+        rest: where between two updates the state was taken.
     """
 
     step: int
     nominal_weight: float | None
+    source: Source | None = None
     digest: str | None = None
     early_stop: Mapping[str, Any] | None = None
-    best: Best | None = None
+    rest: Rest = field(default=SETTLED)
 
 
 class Resumption:
@@ -55,59 +123,193 @@ class Resumption:
         run: the run directory.
         peers: the other workers.
         target: the run's recorder, told of damaged checkpoints.
-        attempt: the recorder's present attempt.
+        status: of the recorder: its present attempt, and the steps in its ledger.
     """
 
     def __init__(
-        self, spec: JobSpec, *, run: Storage, peers: Peers, target: Target, attempt: int
+        self,
+        spec: JobSpec,
+        *,
+        run: Storage,
+        peers: Peers,
+        target: Target,
+        status: Mapping[str, Any],
     ) -> None:
         self._spec = spec
         self._run = run
         self._peers = peers
         self._target = target
-        self._attempt = attempt
+        self._attempt = int(status["attempt"])
+        self._held = self._usable(survivor.held(run.uri), int(status["step"]))
+        self._choice = Choice(offer=None)
+        self._loaded: tuple[State, str] | None = None
+        self._best_so_far: Best | None = None
+        self._restored: State | None = None
 
-    def restore(self, built: Built) -> Saved:
-        """Restores the newest whole checkpoint that worker 0 sees, on every worker.
+    def choose(self) -> None:
+        """Agrees with the other workers on what to start from.
+
+        What a survivor has that may be missing in the ledger is delivered here, before an attempt
+        begins behind it.
 
         Raises:
-            CheckpointError: none is whole, or it does not fit the workload.
-            RunConflictError: the data is another than the checkpoint's.
-            PeerLostError: worker 0 raised.
+            CheckpointError: none is whole.
+            PeerLostError: another worker could not do its part.
         """
-        message: dict[str, Any] = {}
-        chosen: tuple[State, str] | None = None
-        if self._peers.world_rank == 0:
-            try:
-                chosen = self._choose()
-                message["step"] = chosen[0].step if chosen else None
-                message["best"] = self._best(chosen[0].step) if chosen else None
-            except SamestepError as error:
-                self._peers.gather({"error": str(error)})()
-                raise
-        told = self._peers.gather(message)()[0]
-        if "error" in told:
-            raise PeerLostError(f"worker 0 can't resume: {told['error']}")
-        if told["step"] is None:
+        everyone = self._told({"offers": [vars(offer) for offer in self._offers()]})
+        offers = [[_offer(data) for data in told["offers"]] for told in everyone]
+        self._choice = choose(offers)
+        if self._choice.offer is None or self._choice.offer.kind is not Source.SURVIVOR:
+            self._choose_checkpoint()
+            return
+        if self._peers.world_rank == self._choice.holders[0]:
+            assert self._held is not None
+            held = self._held
+            self._told({}, lambda: self._deliver(held))
+        else:
+            self._told({})
+
+    def built(self) -> Built | None:
+        """The objects of the attempt before, where they hold the very state that was chosen."""
+        if not self._holds_choice or self._held is None:
+            return None
+        return self._held.built
+
+    def restore(self, built: Built) -> Saved:
+        """Puts the chosen state into a worker's objects.
+
+        Raises:
+            CheckpointError: it does not fit the workload.
+            RunConflictError: the data is another than the state's.
+        """
+        offer = self._choice.offer
+        if offer is None:
             return Saved(step=0, nominal_weight=None)
-        if chosen is None:
-            loaded, manifest = load_checkpoint(self._run, told["step"])
-            chosen = (loaded, manifest.digest)
-        state, extras = chosen[0], chosen[0].extras
+        digest: str | None = None
+        if offer.kind is Source.SURVIVOR:
+            own = self._held.state if self._holds_choice and self._held is not None else None
+            state = hand_over(own, holders=self._choice.holders, peers=self._peers)
+        else:
+            if self._loaded is None:
+                loaded, manifest = load_checkpoint(self._run, offer.step)
+                self._loaded = (loaded, manifest.digest)
+            state, digest = self._loaded
+        extras = state.extras
         if extras["dataset_size"] != built.dataset_size:
             raise RunConflictError(
-                f"the training data has {built.dataset_size} samples, the checkpoint at step "
+                f"the training data has {built.dataset_size} samples, the state at step "
                 f"{state.step} of {self._run.uri} was made with {extras['dataset_size']}: other "
                 "data is another run; give it another --name, or restore the data"
             )
-        restore(state, built.parts)
+        if self.built() is None:
+            restore(state, built.parts)
+            self._restored = state
+        best = self._best_so_far
+        rest = (
+            Rest.from_extras(extras[HELD_KEY])
+            if offer.kind is Source.SURVIVOR
+            # A checkpoint at step 0 was taken after before_step(0).
+            else Rest(stage=Stage.SETTLED, begun=state.step == 0, best=best, committed=True)
+        )
         return Saved(
             step=state.step,
             nominal_weight=extras["nominal_weight"],
-            digest=chosen[1],
+            source=offer.kind,
+            digest=digest,
             early_stop=extras.get("early_stop"),
-            best=(int(told["best"][0]), float(told["best"][1])) if told["best"] else None,
+            rest=rest,
         )
+
+    def restore_again(self, built: Built) -> None:
+        """Puts the tensors back to the state's, after `before_step` was called once more.
+
+        The state was taken after that call had changed the model; what else the call does (to
+        what is frozen, to the workload itself) is done by calling it.
+        """
+        if self._restored is not None:
+            restore(self._restored, built.parts)
+
+    def keep(self, built: Built, saved: Saved) -> None:
+        """From now on this worker holds the state too, whoever had it before."""
+        if saved.source is not Source.SURVIVOR or self._restored is None:
+            return
+        survivor.hold(
+            Held(run_uri=self._run.uri, attempt=self._attempt, state=self._restored, built=None)
+        )
+
+    def release(self) -> None:
+        """Lets go of states once they are in the objects."""
+        self._held = self._loaded = self._restored = None
+
+    def _usable(self, held: Held | None, num_steps: int) -> Held | None:
+        """What is held, unless others have gone on from elsewhere while the ledger lacks steps.
+
+        Records of the present attempt can still be delivered; those of an earlier one can't.
+        """
+        if held is not None and held.attempt != self._attempt and held.state.step > num_steps:
+            return None
+        return held
+
+    @property
+    def _holds_choice(self) -> bool:
+        offer = self._choice.offer
+        return (
+            offer is not None
+            and offer.kind is Source.SURVIVOR
+            and self._peers.world_rank in self._choice.holders
+        )
+
+    def _offers(self) -> list[Offer]:
+        offers = []
+        if self._held is not None:
+            step, stage = self._held.age
+            offers.append(
+                Offer(kind=Source.SURVIVOR, step=step, stage=stage, attempt=self._held.attempt)
+            )
+        if self._peers.world_rank == 0:
+            steps = [info.step for info in list_checkpoints(self._run) if info.whole]
+            if steps:
+                offers.append(Offer(kind=Source.CHECKPOINT, step=max(steps)))
+        return offers
+
+    def _told(
+        self, message: dict[str, Any], act: Callable[[], None] = lambda: None
+    ) -> list[dict[str, Any]]:
+        """Acts, and gathers; what fails in one worker is an error in all."""
+        failure: SamestepError | None = None
+        try:
+            act()
+        except SamestepError as error:
+            failure, message = error, {"error": str(error)}
+        everyone: list[dict[str, Any]] = self._peers.gather(message)()
+        if failure is not None:
+            raise failure
+        for rank, told in enumerate(everyone):
+            if "error" in told:
+                raise PeerLostError(f"worker {rank} can't resume: {told['error']}")
+        return everyone
+
+    def _deliver(self, held: Held) -> None:
+        """Brings into the ledger what a dead worker may not have sent; what is there stays once."""
+        if held.records and held.attempt == self._attempt:
+            sender = f"late-{uuid.uuid4().hex}"
+            self._target.call("push", held.attempt, sender, 1, list(held.records))
+
+    def _choose_checkpoint(self) -> None:
+        """The newest whole checkpoint that worker 0 sees."""
+        message: dict[str, Any] = {}
+
+        def look() -> None:
+            self._loaded = self._newest()
+            step = self._loaded[0].step if self._loaded else None
+            message.update(step=step, best=None if step is None else self._best(step))
+
+        told = self._told(message, look if self._peers.world_rank == 0 else lambda: None)[0]
+        step = told["step"]
+        offer = None if step is None else Offer(kind=Source.CHECKPOINT, step=step)
+        self._choice = Choice(offer=offer, holders=(0,))
+        if told["best"]:
+            self._best_so_far = (int(told["best"][0]), float(told["best"][1]))
 
     def _best(self, step: int) -> Best | None:
         """The best checkpoint up to the one restored, by what the job ranks by now."""
@@ -119,7 +321,7 @@ class Resumption:
         score = ranking.score_of(best) if best is not None else None
         return (best.step, score) if best is not None and score is not None else None
 
-    def _choose(self) -> tuple[State, str] | None:
+    def _newest(self) -> tuple[State, str] | None:
         found, rejected = newest_whole(self._run)
         # One whose writer was killed has no manifest: it never was a checkpoint.
         damaged = [item for item in rejected if not item.unfinished]
@@ -143,3 +345,7 @@ class Resumption:
                 "was deleted. Start over from step 0 with --restart, or restore one of them"
             )
         return (found.state, found.manifest.digest) if found else None
+
+
+def _offer(data: Mapping[str, Any]) -> Offer:
+    return Offer(**{**data, "kind": Source(data["kind"])})

@@ -58,6 +58,7 @@ class Reduced:
         shard_weights: by shard; 0 where absent.
         metrics: means over the step by name.
         flag: the largest flag any worker gave.
+        delivered: what worker 0 told (see `compute`).
         parameters: those that have a gradient, on this process's first replica.
         traffic: what this worker's exchange did.
     """
@@ -67,6 +68,7 @@ class Reduced:
     shard_weights: list[float]
     metrics: dict[str, float]
     flag: int
+    delivered: int
     parameters: list[nn.Parameter]
     traffic: Traffic
 
@@ -104,6 +106,7 @@ class StepEngine:
         self._peers = peers
         self._group = group
         self._scale = scale
+        self._delivered = 0
         self.nominal_weight = float(-(-spec.batch_size // spec.shards))
         self.exchange: Exchange
         self._build()
@@ -123,12 +126,22 @@ class StepEngine:
             replica.buckets.close()
         vars(self).pop("exchange", None)
 
-    def compute(self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int) -> Reduced:
+    def compute(
+        self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int, delivered: int = 0
+    ) -> Reduced:
         """Forward and backward of this process's shards, and the reduction over all.
 
         Afterwards the main replica's parameters have the step's gradients (None where no shard
         had one) and its buffers are those after the step; nothing is updated yet.
+
+        Args:
+            step: global step.
+            plans: of all shards.
+            take: loads a shard's batch.
+            flag: what this worker asks for; the largest of all counts.
+            delivered: records of the attempt that worker 0 knows to be in the ledger.
         """
+        self._delivered = delivered
         if self._flags() != self._trainable_flags:
             for replica in self.replicas[1:]:
                 _copy_flags(self.main.model, replica.model)
@@ -217,6 +230,7 @@ class StepEngine:
             "trainable": self._digest,
             "samples": ids_digest([plan.ids for plan in plans]),
             "flag": flag,
+            "delivered": self._delivered,
             "shards": {
                 str(shard): [result.loss_value, result.weight, result.metrics]
                 for shard, result in results.items()
@@ -265,6 +279,7 @@ class StepEngine:
             shard_weights=weights,
             metrics={name: mean_of_sums(sums) for name, sums in sorted(metrics.items())},
             flag=max(message["flag"] for message in messages),
+            delivered=int(messages[0]["delivered"]),
             parameters=parameters,
             traffic=self.exchange.traffic,
         )
@@ -275,7 +290,7 @@ class StepEngine:
         first = next((shard for shard, weight in enumerate(weights) if weight > 0), None)
         if first is None:
             for replica in self.replicas:
-                replica.keeper.start_shard()
+                replica.keeper.rewind()
             return
         owner = next(
             rank
@@ -286,6 +301,14 @@ class StepEngine:
             if first in replica.shards:
                 self.main.keeper.take_over(replica.keeper)
         self.main.keeper.end_step(self._peers, owner)
+
+    def rewind(self) -> bool:
+        """After a failure within `compute`: makes the main replica's state that before the step.
+
+        Parameters are as they were; buffers are put back. Returns whether the state is whole.
+        """
+        self.main.keeper.rewind()
+        return True
 
     def sync_replicas(self) -> None:
         """After the update: every other replica takes the main one's parameters and buffers."""
@@ -322,7 +345,7 @@ class StepEngine:
                     "backward of the canary (step 0, shard 0)",
                 )
             finally:
-                replica.keeper.start_shard()
+                replica.keeper.rewind()
             if live_digest(dict(replica.model.named_parameters())) != before:
                 raise NotExactError(
                     "parameters changed during forward or backward, before the update of the "

@@ -38,6 +38,8 @@ class RunSummary:
         last: record of the last step.
         evaluation: the last one: `step`, `metrics` and `samples`.
         incidents: in order of time.
+        recoveries: how long training stood still for faults and resizes, in order: `attempt`,
+            `step` and the fields of the event.
         checkpoints: by step, unfinished ones too.
         torn: half-written lines, as after a process that was killed.
     """
@@ -54,6 +56,7 @@ class RunSummary:
     last: StepRecord | None
     evaluation: dict[str, Any] | None
     incidents: tuple[Incident, ...]
+    recoveries: tuple[dict[str, Any], ...]
     checkpoints: tuple[CheckpointInfo, ...]
     torn: tuple[str, ...]
 
@@ -84,6 +87,7 @@ class RunSummary:
             "evaluation": self.evaluation,
             "attempts": [_attempt_json(attempt) for attempt in self.attempts],
             "incidents": [incident.to_json() for incident in self.incidents],
+            "recoveries": list(self.recoveries),
             "checkpoints": [asdict(info) for info in self.checkpoints],
             "latest": self.latest.step if self.latest else None,
             "best": self.best_as_json(),
@@ -126,6 +130,10 @@ def summarize(run: Storage) -> RunSummary:
         last=past.last_step,
         evaluation=_evaluation(past),
         incidents=tuple(list_incidents(run)),
+        recoveries=tuple(
+            {"attempt": event.attempt, "step": event.step, **event.fields}
+            for event in past.recoveries
+        ),
         checkpoints=tuple(list_checkpoints(run)),
         torn=tuple(past.torn),
     )

@@ -27,6 +27,8 @@ class Batch:
         position: the attempt's position; after `judge`, the one that the batch leads to.
         redo: the part of the ledger that is gone through again.
         time: seconds since the epoch at which it came in.
+        evaluated: steps before the attempt's last evaluation; one that was brought already, by a
+            worker that is gone, is left out.
         lines: to be written.
         steps: new to this attempt, for display.
         events: to be written, for display.
@@ -43,6 +45,7 @@ class Batch:
     position: Position
     redo: Redo
     time: float
+    evaluated: int = -1
     lines: list[dict[str, Any]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
@@ -89,9 +92,12 @@ class Batch:
     def _event(self, place: int, event: EventRecord) -> None:
         event = replace(event, attempt=self.attempt)
         if event.event == Event.EVALUATION:
+            if event.step <= self.evaluated:
+                return
             judgement = self.redo.judge_evaluation(event)
             if self._diverged(judgement, event.step):
                 return
+            self.evaluated = event.step
             if judgement.again:
                 self.evaluations_again.append(event.step)
             if not judgement.log:

@@ -202,9 +202,29 @@ def _describe(event: EventRecord) -> str:
             return f"numerics changed: {'; '.join(fields.get('differences', []))}"
         case Event.PLACEMENT_DEPENDENT:
             return f"the bits depend on placement: {'; '.join(fields.get('differences', []))}"
+        case Event.RECOVERED:
+            return describe_recovery(fields)
         case Event.INCIDENT:
             return f"incident {fields.get('id')}: {fields.get('message')}"
         case Event.MESSAGE:
             return str(fields.get("text", ""))
         case Event.FINISHED:
             return ""
+
+
+def describe_recovery(fields: Mapping[str, Any]) -> str:
+    """A recovery in a line.
+
+    Args:
+        fields: of the event: `cause`, `message`, `planned`, `again_s` (from the fault, or the
+            decision, to the next step), `detected_s` (to the decision; None where it was
+            planned), `redone` (steps taken again), `workers` (before and after).
+    """
+    before, after = fields.get("workers", (0, 0))
+    size = f"{after} workers" if before == after else f"{before} to {after} workers"
+    detected_s = fields.get("detected_s")
+    detected = "" if detected_s is None else f"noticed after {detected_s:.2f} s, "
+    return (
+        f"{fields.get('cause')}: {detected}training again after {fields.get('again_s', 0.0):.2f} "
+        f"s, {fields.get('redone', 0)} steps redone, {size}"
+    )

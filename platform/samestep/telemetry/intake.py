@@ -37,14 +37,19 @@ class Intake:
         open: whether the present attempt has no end in the ledger.
         returned: the present attempt was begun by an earlier recorder.
         num_redone: steps of the present attempt that the ledger had already.
+        num_due_again: steps that the ledger had when the present attempt began, behind its start.
+        start_step: the present attempt's first step.
     """
 
     attempt: int
     open: bool
     num_redone: int
+    num_due_again: int
+    start_step: int
     _acknowledged: dict[str, int]
     _written: dict[str, tuple[int, int]]
     _position: Position
+    _evaluated: int
     _redo: Redo
     _dirty: bool
 
@@ -73,7 +78,7 @@ class Intake:
         """Goes over to a new attempt; `past` was read before its start was logged."""
         self.attempt = attempt
         self.open, self.returned, self._dirty = True, False, False
-        self._acknowledged, self._written = {}, {}
+        self._acknowledged, self._written, self._evaluated = {}, {}, -1
         self._enter(past, start_step, values_id)
 
     def end(self, fields: Mapping[str, Any]) -> None:
@@ -107,10 +112,11 @@ class Intake:
             position=self._position,
             redo=self._redo,
             time=self._clock(),
+            evaluated=self._evaluated,
         )
         batch.judge(records)
         self._append(batch.lines)
-        self._position = batch.position
+        self._position, self._evaluated = batch.position, batch.evaluated
         self._redo.passed(batch.again, batch.evaluations_again)
         self.num_redone += len(batch.again)
         self._board.steps(batch.steps, num_again=len(batch.again))
@@ -156,6 +162,9 @@ class Intake:
         if self.returned:
             self._acknowledged = {}
         self._written = dict(past.written)
+        evaluation = past.last_events.get(Event.EVALUATION)
+        is_own = evaluation is not None and evaluation.attempt == self.attempt
+        self._evaluated = evaluation.step if evaluation is not None and is_own else -1
         before = replace(past, attempts=past.attempts[:-1])
         self._enter(before, last.start_step if last else 0, last.values_id if last else "")
         # Steps that were taken again without being written left no trace: any of them may be next.
@@ -168,6 +177,8 @@ class Intake:
             values_id=values_id,
             tolerance=TOLERANCE[self._spec.precision],
         )
+        self.start_step = start_step
+        self.num_due_again = max(0, past.num_steps - start_step)
         self._redo.load(self._run, start_step=start_step, values_ids=past.values_ids())
         self._position = Position(
             start_step=start_step, low=start_step, high=start_step, num_known=past.num_steps

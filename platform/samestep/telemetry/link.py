@@ -148,6 +148,11 @@ class Link:
         return bool(self._ack.get("stop", False))
 
     @property
+    def num_delivered(self) -> int:
+        """How many of the records are in the ledger, in the order in which they were recorded."""
+        return self._num_delivered
+
+    @property
     def divergence(self) -> str | None:
         """What differs from the ledger, once something does: the attempt must end."""
         text = self._ack.get("divergence")

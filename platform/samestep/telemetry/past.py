@@ -69,6 +69,7 @@ class Past:
         last_step: the record of the last step.
         last_events: the last event of each kind.
         num_incidents: incidents ever recorded.
+        recoveries: how training went on after faults and resizes, in order.
         stop_reason: a stop was asked for in the last attempt.
         torn: descriptions of half-written last lines.
     """
@@ -79,6 +80,7 @@ class Past:
     last_step: StepRecord | None = None
     last_events: dict[Event, EventRecord] = field(default_factory=dict)
     num_incidents: int = 0
+    recoveries: list[EventRecord] = field(default_factory=list)
     stop_reason: str | None = None
     torn: list[str] = field(default_factory=list)
 
@@ -139,5 +141,7 @@ def _take_event(past: Past, event: EventRecord) -> None:
             past.stop_reason = str(event.fields.get("reason", ""))
         case Event.INCIDENT:
             past.num_incidents += 1
+        case Event.RECOVERED:
+            past.recoveries.append(event)
         case _:
             pass

@@ -362,6 +362,30 @@ class Recorder:
         if found is not None and self._holds_lease() and self._end is None:
             self._write_incident(found)
 
+    def note_incident(self, incident: Mapping[str, Any]) -> str:
+        """Writes an incident that the controller noticed; it outlives attempts, and so does this.
+
+        Args:
+            incident: `Incident.to_json`, with its attempt.
+        """
+        self._require_lease()
+        return self._write_incident(Incident.from_json(incident))
+
+    def give_up(self, kind: str, message: str) -> None:
+        """Notes, for the controller, why the run fails, whatever its present attempt."""
+        self.fail(self._intake.attempt, kind, message)
+
+    def recovered(self, attempt: int, fields: Mapping[str, Any]) -> None:
+        """Enters how long it took until training went on; the steps redone are put to it.
+
+        Args:
+            attempt: the one that training went on with.
+            fields: see `board.describe_recovery`.
+        """
+        self._require_current(attempt)
+        step = self._intake.start_step
+        self._intake.log(Event.RECOVERED, step, {**fields, "redone": self._intake.num_due_again})
+
     def _announce(self, latest: StepRecord | None) -> None:
         if self._outlets:
             self._outlets.announce(latest)

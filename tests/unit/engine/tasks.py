@@ -16,8 +16,10 @@ from reference import Reference
 from relay import target_of
 
 from samestep import JobSpec, Workload, parse_spec
-from samestep.engine.attempt import Place, run_attempt
+from samestep.engine import survivor
+from samestep.engine.attempt import Ending, Place, run_attempt
 from samestep.engine.peers import Peers
+from samestep.errors import AttemptFailedError
 from samestep.exact import numerics
 from samestep.spec import dump_spec
 from samestep.telemetry.link import Target
@@ -99,6 +101,53 @@ def attempt(
         }
 
 
+def broken_attempts(
+    spec: dict[str, Any],
+    run: str,
+    lost: list[int | None],
+    where: str,
+    world_rank: int,
+    world_size: int,
+) -> dict[str, Any]:
+    """Attempts of a run in one group after another, as a supervisor would start them.
+
+    Args:
+        spec: of a workload that breaks once for each entry of `lost`.
+        run: the run directory.
+        lost: after each failure, the worker that has lost all it held.
+        where: a path of the task's own.
+        world_rank: of this worker.
+        world_size: of the group.
+    """
+    parsed = parse_spec(spec)
+    failed = []
+    survivor.forget()
+    with target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as target:
+        for number in range(len(lost) + 1):
+            planned = False
+            try:
+                planned = bool(
+                    _attempted(
+                        *(parsed, run, target, f"{where}.{number}", world_rank, world_size, 1),
+                        supervised=True,
+                    )
+                )
+            except AttemptFailedError as error:
+                failed.append((error.details["is_final"], str(error)))
+            if planned:
+                break
+            if lost[number] == world_rank:
+                survivor.forget()
+        status = target.call("status")
+        return {
+            "planned": planned,
+            "result": target.call("result"),
+            "verdict": target.call("verdict", status["attempt"]),
+            "redone": status["redone"],
+            "failed": failed,
+        }
+
+
 def _attempted(
     spec: JobSpec,
     run: str,
@@ -107,7 +156,9 @@ def _attempted(
     world_rank: int,
     world_size: int,
     num_devices: int,
-) -> bool:
+    *,
+    supervised: bool = False,
+) -> Ending:
     with group_of(where, world_rank, world_size) as group:
         place = Place(
             mode="ddp" if world_size > 1 else "local",
@@ -117,6 +168,7 @@ def _attempted(
             search=[FOLDER],
             run_uri=run,
             target=target,
+            supervised=supervised,
         )
         return run_attempt(spec, place)
 

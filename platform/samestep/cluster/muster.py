@@ -1,0 +1,153 @@
+"""Who works next: the seats and the processes there are, put together to a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+from samestep.cluster.crew import Crew, Hand, pick
+from samestep.cluster.seats import Seat, best_size, lacking
+from samestep.spec import JobSpec
+
+H = TypeVar("H", bound=Hand)
+
+COMING_S: Final = 10.0
+"""How long a first group waits for the last processes once it could start without them."""
+PLACING_S: Final = 1.0
+"""How long a first group waits for seats that are pending."""
+CALM_S: Final = 3.0
+"""How long training must run again before processes are started beside it: imports compete."""
+
+
+class Places(Protocol):
+    """Where the seats are looked up: `seats.Seats`, or a test's."""
+
+    def look(self) -> list[Seat]:
+        """All seats."""
+
+
+class Muster(Generic[H]):
+    """Decides who works.
+
+    Args:
+        spec: the job.
+        resources: of one worker, for messages.
+        places: the seats.
+        crew: the processes.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        resources: dict[str, float],
+        places: Places,
+        crew: Crew[H],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._workers, self._shards, self._faults = spec.workers, spec.shards, spec.faults
+        self._resources = resources
+        self._places = places
+        self._crew = crew
+        self._clock = clock
+        self._seats: list[Seat] = []
+        self._waiting_since: float | None = None
+        self._possible_since: float | None = None
+        self._has_run = False
+        self._coming_since: float | None = None
+
+    def assemble(self, before: Collection[H]) -> list[H] | None:
+        """Those who start now, or None while there are too few.
+
+        A group that ran before starts with whoever is ready; who comes later joins by parking.
+
+        Args:
+            before: who worked in the group before.
+
+        Raises:
+            TimeoutError: it took too long; tells what is missing.
+        """
+        now = self._clock()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        self._seats = self._places.look()
+        self._crew.tend(self._seats, hire=not self._has_run, refill=False)
+        if self._size() is None:
+            self._crew.tend(self._seats, hire=True, refill=False)
+        size = self._size()
+        if size is None or not self._is_worth_starting(now):
+            self._require_time(now, size)
+            return None
+        self._waiting_since = self._possible_since = None
+        self._has_run = True
+        members = pick(self._crew.ready(self._seats), size, before)
+        self._crew.let_go(self._seats, members)
+        return members
+
+    def review(self, members: Collection[H], calm_s: float) -> tuple[str, list[H]] | None:
+        """While training runs: who should work instead, and why; None: it is well as it is.
+
+        Args:
+            members: who works.
+            calm_s: how long training has run undisturbed.
+        """
+        self._seats = self._places.look()
+        is_calm = calm_s >= CALM_S
+        num_coming = self._crew.num_coming(self._seats)
+        self._crew.tend(self._seats, hire=is_calm, refill=is_calm and not num_coming)
+        ready = self._crew.ready(self._seats)
+        size = self._size()
+        if size is None:
+            return None  # too few without those who leave: train with them as long as they last
+        if any(member not in ready.values() for member in members):
+            return "drain", pick(ready, size, members)
+        if size > len(members) and is_calm and self._all_here(num_coming):
+            return "grow", pick(ready, size, members)
+        return None
+
+    def _size(self) -> int | None:
+        return best_size(
+            len(self._crew.ready(self._seats)),
+            fewest=self._workers.min,
+            most=self._workers.max,
+            shards=self._shards,
+        )
+
+    def _is_worth_starting(self, now: float) -> bool:
+        if self._has_run:
+            return True
+        if self._possible_since is None:
+            self._possible_since = now
+        assert self._waiting_since is not None
+        placing = any(seat.node_id is None for seat in self._seats)
+        if placing and now - self._waiting_since < PLACING_S:
+            return False
+        return not self._crew.num_coming(self._seats) or now - self._possible_since > COMING_S
+
+    def _all_here(self, num_coming: int) -> bool:
+        """Whether nobody else is about to be ready: parking once for all is enough."""
+        now = self._clock()
+        if not num_coming:
+            self._coming_since = None
+            return True
+        if self._coming_since is None:
+            self._coming_since = now
+        return now - self._coming_since > COMING_S
+
+    def _require_time(self, now: float, size: int | None) -> None:
+        assert self._waiting_since is not None
+        limit_s = self._faults.replacement_timeout_s
+        if size is None and now - self._waiting_since > limit_s:
+            what = lacking(self._seats, fewest=self._workers.min, resources=self._resources)
+            raise TimeoutError(
+                f"{what} after {limit_s:g} s: free the cluster, add nodes, lower workers.min "
+                "or resources, or raise faults.replacement_timeout_s; the run goes on where it "
+                "stopped when it is started again"
+            )
+
+
+def survives(members: Sequence[H], successors: Collection[H]) -> bool:
+    """Whether somebody of a group is in the next one, who can hand the state over."""
+    return any(member in successors for member in members)

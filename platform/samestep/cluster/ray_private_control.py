@@ -1,0 +1,355 @@
+"""Ray Train's controller and its policies, for a group that never loses what it has.
+
+Checked with Ray 2.60. What is changed: the group's size is that of the seats with a process
+that is ready; processes outlive groups; a resize waits until all workers have parked; failures
+are judged by cause. See `muster`, `policy` and `ray_private_group`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+from ray._private.state import state as ray_state
+from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.controller.controller import (
+    TrainControllerLoopIterationResult,
+)
+from ray.train.v2._internal.execution.controller.state import (
+    ErroredState,
+    ReschedulingState,
+    RunningState,
+    ShuttingDownState,
+    TrainControllerState,
+)
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import (
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+    ScalingPolicy,
+)
+from ray.train.v2._internal.execution.worker_group import (
+    WorkerGroup,
+    WorkerGroupContext,
+    WorkerGroupPollStatus,
+)
+from ray.train.v2.api.config import FailureConfig
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
+
+from samestep.cluster import process
+from samestep.cluster.crew import Crew
+from samestep.cluster.judge import Judge
+from samestep.cluster.muster import Muster, survives
+from samestep.cluster.notes import Notes
+from samestep.cluster.process import Whereabouts
+from samestep.cluster.ray_private_faults import faults_of, is_echo
+from samestep.cluster.ray_private_group import NODE_ID_LABEL, SteadyGroup, make_sync_actor
+from samestep.cluster.ray_private_worker import RayHand, SteadyStatus, hire
+from samestep.cluster.recovery import Stopwatch
+from samestep.cluster.rehearsal import Part
+from samestep.cluster.seats import Seats
+from samestep.errors import PlacementError
+from samestep.spec import JobSpec
+
+LOOK_S: Final = 0.5
+"""How often seats are looked at while training runs."""
+PAUSE_S: Final = 0.05
+"""Between two looks while there are too few workers; Ray's loop would spin."""
+ECHO_S: Final = 1.0
+"""How long survivors' errors wait for the error of the worker that was lost."""
+LEAVE: Final = "leave"
+"""Why the workers park when the controller has not asked: one of them was told to end."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a controller needs to know of a run.
+
+    Attributes:
+        spec: the job.
+        resources: of one worker.
+        part: what worker processes rehearse with.
+    """
+
+    spec: JobSpec
+    resources: Mapping[str, float]
+    part: Part
+
+
+class ElasticScaling(ScalingPolicy):
+    """Asks the muster; holds a resize back until the workers have parked."""
+
+    def __init__(self, scaling_config: Any, controller: ElasticController) -> None:
+        super().__init__(scaling_config)
+        self._controller = controller
+        self._looked_at = 0.0
+        self._asked = False
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        """A group of whoever is ready, or another look a little later."""
+        self._asked = False
+        num_workers = self._controller.assemble()
+        if num_workers is None:
+            time.sleep(PAUSE_S)
+            return NoopDecision()
+        return self._resize(num_workers)
+
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: Any, worker_group_status: WorkerGroupPollStatus
+    ) -> ScalingDecision:
+        """Asks the workers to park where the group should be another, and waits for that."""
+        everyone = whereabouts(worker_group_status)
+        if everyone and all(there.parked_s is not None for there in everyone):
+            self._controller.note_parked(everyone)
+            return self._resize(len(everyone))
+        now = time.monotonic()
+        if not self._asked and now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._asked = self._controller.review()
+        return NoopDecision()
+
+    def _resize(self, num_workers: int) -> ResizeDecision:
+        resources = self.scaling_config._resources_per_worker_not_none
+        return ResizeDecision(num_workers=num_workers, resources_per_worker=resources)
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return 0
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Asks for nothing: pending seats are the demand."""
+
+    async def before_controller_shutdown(self) -> None:
+        """Nothing was asked for."""
+
+    def before_controller_abort(self) -> None:
+        """Nothing was asked for."""
+
+
+class ElasticFailures(FailurePolicy):
+    """Judges failures by cause."""
+
+    def __init__(self, controller: ElasticController) -> None:
+        super().__init__(FailureConfig(max_failures=-1))
+        self._controller = controller
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        """Goes on or ends the run; never raises, since that would end it without a word."""
+        try:
+            retry = self._controller.judge(training_failed_error)
+        except Exception:  # whatever is wrong here, the failure itself must be what is told
+            logger.exception("a failure could not be judged")
+            retry = False
+        return FailureDecision.RETRY if retry else FailureDecision.RAISE
+
+
+class ElasticController(TrainController):
+    """Ray Train's controller over seats, kept processes and parking."""
+
+    def __init__(self, *, plan: Plan, **kwargs: Any) -> None:
+        spec, resources = plan.spec, dict(plan.resources)
+        self._plan = plan
+        self._notes = Notes(plan.part.target)
+        self._judge = Judge(spec.faults.retries, self._notes)
+        self._stopwatch = Stopwatch()
+        self._seats = Seats(spec.workers.max, resources, ray_state.get_draining_nodes)
+        self._crew: Crew[RayHand] = Crew(
+            self._hire, num_spares=0 if spec.resources.gpu else spec.faults.spares
+        )
+        self._muster = Muster(spec, resources=resources, places=self._seats, crew=self._crew)
+        self._members: list[RayHand] = []
+        self._next: list[RayHand] = []
+        self._running_since = time.monotonic()
+        self._why_parked = LEAVE
+        self._sync_actor: Any = None
+        self._ray_parts: Any = None
+        run_config = kwargs["train_run_context"].run_config
+        self._runtime_env = WorkerGroup._get_worker_runtime_env(run_config.worker_runtime_env)
+        scaling = ElasticScaling(kwargs["train_run_context"].scaling_config, self)
+        kwargs |= {"scaling_policy": scaling, "failure_policy": ElasticFailures(self)}
+        super().__init__(**kwargs)
+
+    def assemble(self) -> int | None:
+        """Picks who starts next; None while there are too few.
+
+        Raises:
+            PlacementError: that takes too long.
+        """
+        if self._judge.must_wait():
+            return None
+        try:
+            members = self._muster.assemble(self._members)
+        except TimeoutError as error:
+            raise PlacementError(str(error)) from None
+        if members is None:
+            return None
+        self._next = members
+        return len(members)
+
+    def review(self) -> bool:
+        """Whether the workers were asked to park, since others should work."""
+        found = self._muster.review(self._members, time.monotonic() - self._running_since)
+        if found is None:
+            return False
+        why, successors = found
+        save = not survives(self._members, successors)
+        self._why_parked = why
+        for hand in self._members:
+            hand.actor.execute.remote(process.ask_to_park, save)
+        return True
+
+    def note_parked(self, everyone: list[Whereabouts]) -> None:
+        """Training stands still since the first worker parked."""
+        ago_s = max(there.parked_s or 0.0 for there in everyone)
+        self._stopwatch.stop(
+            self._why_parked, "", ago_s=ago_s, workers=len(self._members), planned=True
+        )
+        self._why_parked = LEAVE
+
+    def judge(self, error: TrainingFailedError) -> bool:
+        """Whether to go on after a failure."""
+        group = self._worker_group
+        hosts = group.hosts() if isinstance(group, SteadyGroup) else {}
+        status = group.get_latest_poll_status() if group and group.has_started() else None
+        everyone = whereabouts(status)
+        verdict = self._judge.decide(faults_of(error, hosts), everyone)
+        ages = [there.failed_s for there in everyone if there.failed_s is not None]
+        self._stopwatch.stop(
+            str(verdict.first.cause),
+            verdict.message,
+            ago_s=max(ages, default=None),
+            workers=len(self._members),
+            planned=False,
+        )
+        return verdict.retry
+
+    async def _poll_workers(self) -> WorkerGroupPollStatus:
+        status = await super()._poll_workers()
+        end = time.monotonic() + ECHO_S
+        while _are_echoes(status) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+            assert self._worker_group is not None
+            status = self._worker_group.poll_status(timeout=self._health_check_interval_s)
+        if not status.errors:
+            self._judge.saw(whereabouts(status))
+            again = self._stopwatch.look(whereabouts(status))
+            if again is not None:
+                self._running_since = time.monotonic()
+                self._notes.put("recovered", *again)
+        return status
+
+    def _make_and_handle_scaling_decision_for_non_running_worker_group(
+        self, controller_state: TrainControllerState
+    ) -> TrainControllerLoopIterationResult:
+        if self._worker_group:  # its processes are the ones to choose from
+            self._shutdown_worker_group()  # type: ignore[no-untyped-call]
+        try:
+            return super()._make_and_handle_scaling_decision_for_non_running_worker_group(
+                controller_state
+            )
+        except PlacementError as error:
+            failed = ControllerError(error)
+            self.judge(failed)
+            return self._gone_to(ShuttingDownState(ErroredState(training_failed_error=failed)))
+
+    def _execute_resize_decision(
+        self, decision: ResizeDecision
+    ) -> TrainControllerLoopIterationResult:
+        if self._worker_group:
+            self._shutdown_worker_group()  # type: ignore[no-untyped-call]
+            if self.assemble() is None:
+                waiting = ControllerError(PlacementError("too few workers are ready"))
+                return self._gone_to(ReschedulingState(training_failed_error=waiting))
+        self._start_worker_group(len(self._next), decision.resources_per_worker)
+        return self._gone_to(RunningState())
+
+    def _start_worker_group(self, num_workers: int, resources_per_worker: dict[str, float]) -> None:
+        if self._sync_actor is None:
+            self._sync_actor = make_sync_actor()
+        context = WorkerGroupContext(
+            run_attempt_id=self._run_attempt_id,
+            train_fn_ref=self._train_fn_ref,
+            num_workers=num_workers,
+            resources_per_worker=resources_per_worker,
+        )
+        group = SteadyGroup(
+            self._train_run_context,
+            context,
+            self._worker_group_callbacks_to_propagate,
+            crew=self._crew,
+            members=self._next,
+            sync_actor=self._sync_actor,
+        )
+        self._members = self._next
+        group.start()
+        self._worker_group = group
+        self._running_since = time.monotonic()
+
+    async def _shutdown(self) -> TrainControllerLoopIterationResult:
+        if isinstance(self._worker_group, SteadyGroup):
+            self._worker_group.is_last = True
+        result = await super()._shutdown()
+        self._crew.close()
+        self._seats.close()
+        if self._sync_actor is not None:
+            ray.kill(self._sync_actor)
+        self._notes.close()
+        return result
+
+    def _gone_to(self, state: TrainControllerState) -> TrainControllerLoopIterationResult:
+        return TrainControllerLoopIterationResult(
+            run_attempt_id=self._run_attempt_id,
+            previous_state=self._state,
+            next_state=state,
+        )
+
+    def _hire(self, node_id: str, seat: int | None) -> RayHand:
+        if self._ray_parts is None:
+            callbacks = [
+                callback
+                for callback in self._worker_group_callbacks_to_propagate
+                if isinstance(callback, WorkerCallback | TrainContextCallback)
+            ]
+            parts = (self._train_run_context, self._storage_context, callbacks)
+            self._ray_parts = ray.put(parts)
+        return hire(
+            node_id,
+            None if seat is None else self._seats.group(seat),
+            resources=self._plan.resources,
+            runtime_env=self._runtime_env,
+            part=self._plan.part,
+            ray_parts=self._ray_parts,
+        )
+
+
+def run_controller(plan: Plan, init_kwargs: Mapping[str, Any], env_vars: Mapping[str, str]) -> Any:
+    """Runs a controller on this node until training ends; returns Ray Train's result."""
+    here = ray.get_runtime_context().get_node_id()
+    actor_class: Any = ray.remote(
+        num_cpus=0,
+        label_selector={NODE_ID_LABEL: here},
+        runtime_env={"env_vars": dict(env_vars)},
+    )(ElasticController)
+    controller = actor_class.remote(plan=plan, **init_kwargs)
+    ray.get(controller.run.remote())
+    return ray.get(controller.get_result.remote())
+
+
+def whereabouts(status: WorkerGroupPollStatus | None) -> list[Whereabouts]:
+    """What each worker that could be reached told of itself."""
+    states = status.worker_statuses.values() if status is not None else ()
+    return [state.whereabouts for state in states if isinstance(state, SteadyStatus)]
+
+
+def _are_echoes(status: WorkerGroupPollStatus) -> bool:
+    """Whether somebody is lost, and nobody has told who yet."""
+    errors = status.errors
+    return bool(errors) and all(map(is_echo, errors.values())) and not status.finished

@@ -1,0 +1,126 @@
+"""Seats: room for one worker each, kept over all attempts of a run.
+
+A seat is a placement group of a single bundle. Those that Ray has placed on usable nodes are the
+size that the worker group can have: nothing is probed, and placing costs a restart no time. A
+dead node's seat goes pending again by itself, and pending seats are the demand that Ray's
+autoscaler sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from samestep.exact.tree import traffic_factor
+
+PLACED: Final = "CREATED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A seat as it is now.
+
+    Attributes:
+        number: counted from 0; it stays the same.
+        node_id: where it is placed; None while it is pending.
+        usable: a worker may sit there: placed, on a node that is alive and not being drained.
+    """
+
+    number: int
+    node_id: str | None
+    usable: bool
+
+
+class Seats:
+    """The seats of a run.
+
+    Args:
+        num_seats: most workers.
+        resources: of one worker, in Ray's names.
+        draining: ids of the nodes that are being drained.
+    """
+
+    def __init__(
+        self,
+        num_seats: int,
+        resources: Mapping[str, float],
+        draining: Callable[[], Collection[str]],
+    ) -> None:
+        self._draining = draining
+        self._resources = dict(resources)
+        self._groups: dict[int, PlacementGroup] = {}
+        self._renewed: set[int] = set()
+        self._num_made = 0
+        for _ in range(num_seats):
+            self._add()
+
+    def look(self) -> list[Seat]:
+        """All seats, by number.
+
+        A seat on a node that is being drained stays where it is until the node is gone. So
+        another one, which can be placed elsewhere, is asked for at once.
+        """
+        table: dict[str, Any] = placement_group_table()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        draining = set(self._draining())
+        seats = []
+        for number, group in list(self._groups.items()):
+            entry = table.get(group.id.hex(), {})
+            placed = entry.get("state") == PLACED
+            node_id = str(entry["bundles_to_node_id"][0]) if placed else None
+            if number in self._renewed and node_id not in alive:
+                remove_placement_group(self._groups.pop(number))
+                continue
+            if node_id in draining and number not in self._renewed:
+                self._renewed.add(number)
+                self._add()
+            usable = node_id in alive and node_id not in draining
+            seats.append(Seat(number=number, node_id=node_id, usable=usable))
+        return seats
+
+    def group(self, number: int) -> PlacementGroup:
+        """The placement group of a seat."""
+        return self._groups[number]
+
+    def close(self) -> None:
+        """Gives all seats back."""
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups = {}
+
+    def _add(self) -> None:
+        self._groups[self._num_made] = placement_group([self._resources], strategy="PACK")
+        self._num_made += 1
+
+
+def best_size(num_available: int, *, fewest: int, most: int, shards: int) -> int | None:
+    """How many workers to train with; None: there are too few.
+
+    The least time per step counts first: it is set by the worker with the most shards. Of the
+    numbers that are equally fast there the one with the cheapest traffic is taken, then the
+    smallest: 3 workers compute 4 shards no faster than 2 do, and send more.
+    """
+    candidates = range(fewest, min(num_available, most) + 1)
+    return min(
+        candidates,
+        key=lambda n: (math.ceil(shards / n), traffic_factor(shards, n), n),
+        default=None,
+    )
+
+
+def lacking(seats: Collection[Seat], *, fewest: int, resources: Mapping[str, float]) -> str:
+    """What a run waits for that can't be placed, for a message."""
+    num_usable = sum(seat.usable for seat in seats)
+    drained = sum(seat.node_id is not None and not seat.usable for seat in seats)
+    text = f"{num_usable} of at least {fewest} workers of {dict(resources)} have room"
+    return f"{text}, {drained} more on nodes that leave" if drained else text

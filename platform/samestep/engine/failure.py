@@ -1,0 +1,118 @@
+"""What a worker tells of the failure that ends its attempt."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from samestep.errors import (
+    AttemptFailedError,
+    CheckpointError,
+    DivergenceError,
+    InputError,
+    PeerLostError,
+    RecorderError,
+    SamestepError,
+    UserCodeError,
+)
+from samestep.incidents.record import Incident
+from samestep.names import IncidentKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An exception as plain data, so that none of the frames it held is kept alive.
+
+    Attributes:
+        kind: name of the exception's class.
+        message: for the user.
+        traceback: of the exception.
+        incident: the kind of incident that it is.
+        step: the step that was being taken.
+        attempt: the attempt it ends.
+        world_rank: the worker.
+        exit_status: what a command ends with, should it be final.
+        is_echo: another worker was lost; the cause lies there.
+        is_final: no retry can help.
+        is_users: the workload's own code raised.
+    """
+
+    kind: str
+    message: str
+    traceback: str
+    incident: IncidentKind
+    step: int
+    attempt: int
+    world_rank: int
+    exit_status: int
+    is_echo: bool
+    is_final: bool
+    is_users: bool
+
+    @classmethod
+    def of(
+        cls, error: BaseException, *, step: int, attempt: int, world_rank: int, world_size: int
+    ) -> Failure:
+        """Takes down what an exception says."""
+        kind = type(error).__name__
+        message = str(error) if isinstance(error, SamestepError) else f"{kind}: {error}"
+        if isinstance(error, UserCodeError) and world_size > 1:
+            message = f"worker {world_rank} on {os.uname().nodename}: {message}"
+        return cls(
+            kind=kind,
+            message=message,
+            traceback="".join(traceback.format_exception(error)),
+            incident=_incident_kind(error),
+            step=step,
+            attempt=attempt,
+            world_rank=world_rank,
+            exit_status=int(error.exit_status) if isinstance(error, SamestepError) else 1,
+            is_echo=isinstance(error, PeerLostError),
+            is_final=isinstance(error, InputError | DivergenceError | RecorderError),
+            is_users=isinstance(error, UserCodeError),
+        )
+
+    def to_incident(self) -> Incident:
+        """The incident that it is."""
+        return Incident(
+            kind=self.incident,
+            step=self.step,
+            attempt=self.attempt,
+            world_rank=self.world_rank,
+            host=os.uname().nodename,
+            time=time.time(),
+            message=self.message,
+            traceback=self.traceback,
+        )
+
+    def to_error(self) -> AttemptFailedError:
+        """A fresh exception, for whoever decides whether to retry."""
+        details: dict[str, Any] = {
+            "kind": self.kind,
+            "step": self.step,
+            "attempt": self.attempt,
+            "world_rank": self.world_rank,
+            "host": os.uname().nodename,
+            "exit_status": self.exit_status,
+            "is_echo": self.is_echo,
+            "is_final": self.is_final,
+            "is_memory": self.incident is IncidentKind.OUT_OF_MEMORY,
+            "time": time.time(),
+        }
+        return AttemptFailedError(self.message, details)
+
+
+def _incident_kind(error: BaseException) -> IncidentKind:
+    if isinstance(error, DivergenceError):
+        return IncidentKind.DIVERGENCE
+    if isinstance(error, CheckpointError):
+        return IncidentKind.DAMAGED_CHECKPOINT
+    # What the workload raised is the cause of the UserCodeError that tells it.
+    if any(isinstance(e, MemoryError | torch.OutOfMemoryError) for e in (error, error.__cause__)):
+        return IncidentKind.OUT_OF_MEMORY
+    return IncidentKind.EXCEPTION

@@ -1,0 +1,116 @@
+"""An attempt's records for the ledger: made on every worker, sent by worker 0."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from samestep.engine.backlog import Backlog
+from samestep.engine.step import Reduced
+from samestep.engine.update import Updated
+from samestep.errors import DivergenceError, RecorderError
+from samestep.exact.digest import ids_digest
+from samestep.names import Event
+from samestep.telemetry.link import Link
+from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.workload import Values
+
+
+class Recording:
+    """Takes down steps and events.
+
+    Args:
+        link: of worker 0, which delivers them; None elsewhere.
+        attempt: the present one.
+    """
+
+    def __init__(self, link: Link | None, attempt: int) -> None:
+        self._link = link
+        self._attempt = attempt
+        self._backlog = Backlog()
+
+    @property
+    def delivered(self) -> int:
+        """Records of the attempt that are in the ledger, as far as worker 0 knows."""
+        return self._link.num_delivered if self._link is not None else 0
+
+    def note_delivered(self, num_delivered: int) -> None:
+        """Lets go of what worker 0 said is in the ledger."""
+        self._backlog.trim(num_delivered)
+
+    def rest(self) -> tuple[Mapping[str, Any], ...]:
+        """Records that may be missing in the ledger, in order."""
+        if self._link is not None:
+            self._backlog.trim(self._link.num_delivered)
+        return tuple(self._backlog.records)
+
+    def require_current(self) -> None:
+        """Raises where the recorder has found a divergence, or knows a later attempt."""
+        if self._link is None:
+            return
+        if self._link.divergence is not None:
+            raise DivergenceError(self._link.divergence)
+        if self._link.refused:
+            raise RecorderError(
+                f"attempt {self._attempt} is no longer the run's present one: this worker was "
+                "replaced, and nothing it does is kept"
+            )
+
+    def step(self, record: StepRecord) -> None:
+        """Takes down a step."""
+        self._take(record.to_json())
+
+    def event(self, event: Event, step: int, fields: Mapping[str, Any]) -> None:
+        """Takes down what happened after `step` steps."""
+        record = EventRecord(
+            event=event, step=step, attempt=self._attempt, time=time.time(), fields=fields
+        )
+        self._take(record.to_json())
+
+    def _take(self, data: dict[str, Any]) -> None:
+        self._backlog.add(data)
+        if self._link is not None:
+            self._link.record(data)
+
+
+def step_record(
+    values: Values,
+    *,
+    ids: Sequence[Sequence[int]],
+    reduced: Reduced,
+    digest: str | None,
+    timing: Mapping[str, float],
+) -> StepRecord:
+    """The ledger's line of a step."""
+    return StepRecord(
+        step=values.step,
+        epoch=values.epoch,
+        samples=sum(map(len, ids)),
+        loss=values.loss,
+        shard_losses=reduced.shard_losses,
+        shard_weights=[weight or None for weight in reduced.shard_weights],
+        grad_norm=values.grad_norm,
+        lr=list(values.lr),
+        ids=ids_digest(ids),
+        metrics=dict(values.metrics),
+        skipped=values.skipped,
+        state_digest=digest,
+        timing=timing,
+    )
+
+
+def values_of(step: int, epoch: int, reduced: Reduced, updated: Updated) -> Values:
+    """What hooks are told of a step."""
+    return Values(
+        step=step,
+        epoch=epoch,
+        loss=None if reduced.is_empty else reduced.loss,
+        grad_norm=(
+            None if math.isnan(updated.grad_norm) and updated.skipped else updated.grad_norm
+        ),
+        lr=tuple(updated.learning_rates),
+        metrics=dict(reduced.metrics),
+        skipped=updated.skipped,
+    )

@@ -1,0 +1,87 @@
+"""When a group starts, with whom, and when it should be another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hands import Cluster, FakeHand
+
+from samestep import parse_spec
+from samestep.cluster.muster import CALM_S, COMING_S, Muster, survives
+
+
+def mustered(cluster: Cluster, **workers: int) -> Muster[FakeHand]:
+    spec: dict[str, Any] = {"workload": "m:C", "batch_size": 8, "shards": 4, "max_steps": 1}
+    return Muster(
+        parse_spec({**spec, "workers": workers}),
+        resources={"CPU": 1.0},
+        places=cluster,
+        crew=cluster.crew,
+        clock=cluster.clock,
+    )
+
+
+def test_a_first_group_waits_for_all_who_are_coming_but_not_for_ever() -> None:
+    cluster = Cluster("a", "b", ready=False)
+    muster = mustered(cluster, min=1, max=2)
+    assert muster.assemble([]) is None
+    cluster.hired[0].ready = True
+    assert muster.assemble([]) is None
+    cluster.now += COMING_S + 0.1
+    assert muster.assemble([]) == [cluster.hired[0]]
+
+
+def test_a_restart_takes_who_is_ready_and_hires_nobody() -> None:
+    cluster = Cluster("a", "a", num_spares=0)
+    muster = mustered(cluster, min=1, max=2)
+    first = muster.assemble([])
+    assert first is not None
+    assert len(first) == 2
+    first[0].dead, cluster.ready = True, False
+    assert muster.assemble(first) == [first[1]]
+    assert len(cluster.hired) == 2
+
+
+def test_a_restart_that_lacks_workers_hires_and_waits_and_tells_what_is_missing() -> None:
+    cluster = Cluster("a", None, num_spares=0)
+    muster = mustered(cluster, min=2, max=2)
+    assert muster.assemble([]) is None
+    cluster.now += 601
+    with pytest.raises(TimeoutError, match=r"1 of at least 2 workers of .* after 600 s: .*min"):
+        muster.assemble([])
+
+
+def test_a_group_grows_once_training_is_calm_and_all_are_there() -> None:
+    cluster = Cluster("a", "b", None, None, num_spares=0)
+    muster = mustered(cluster, min=1, max=4)
+    assert muster.assemble([]) is None  # two seats are pending
+    cluster.now += 2
+    members = muster.assemble([])
+    assert members is not None
+    assert len(members) == 2
+    cluster.nodes, cluster.ready = ["a", "b", "c", "d"], False
+    assert muster.review(members, calm_s=0.0) is None
+    num_hired = len(cluster.hired)
+    assert muster.review(members, calm_s=CALM_S) is None
+    assert [hand.node_id for hand in cluster.hired[num_hired:]] == ["c", "d"]
+    for hand in cluster.hired:
+        hand.ready = True
+    found = muster.review(members, calm_s=CALM_S)
+    assert found is not None
+    why, successors = found
+    assert (why, len(successors)) == ("grow", 4)
+    assert survives(members, successors)
+
+
+def test_a_drained_node_shrinks_the_group_unless_too_few_are_left() -> None:
+    cluster = Cluster("a", "b")
+    members = mustered(cluster, min=1, max=2).assemble([])
+    assert members is not None
+    cluster.unusable = {1}
+    assert mustered(cluster, min=1, max=2).review(members, calm_s=9) == ("drain", [members[0]])
+    assert mustered(cluster, min=2, max=2).review(members, calm_s=9) is None
+    cluster.nodes.append("c")
+    found = mustered(cluster, min=2, max=2).review(members, calm_s=9)
+    assert found is not None
+    assert [hand.node_id for hand in found[1]] == ["a", "c"]
