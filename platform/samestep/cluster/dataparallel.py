@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from samestep.cluster.debugger import Terminal, dial
+from samestep.cluster.debugger import Terminal, dial, is_open
 from samestep.cluster.folders import Desk, Folders, at_desk
 from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.cluster.placement import actor_resources
@@ -61,6 +61,7 @@ class Trainer:
                 files=desk.files,
                 run_uri=config["run_uri"],
                 target=target,
+                is_debugged=is_open,
                 on_finished=(
                     model_keeper(config["run_uri"], partial(target.call, "say"))
                     if config["tracked"]

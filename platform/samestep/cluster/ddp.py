@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 PARKED_S = 60.0
 """How long a parked worker waits for its group to be taken apart."""
 
+PEER_MARGIN_S = 5.0
+"""Whoever waits for a worker that hangs waits longer than that worker's own watchdog."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -108,7 +111,7 @@ def _worked(config: dict[str, Any]) -> AttemptFailedError | None:
                 "nccl" if spec.resources.gpu else "gloo",
                 world_rank=world_rank,
                 world_size=world_size,
-                timeout_s=spec.faults.hang_timeout_s,
+                timeout_s=spec.faults.hang_timeout_s + PEER_MARGIN_S,
             ) as group,
             at_desk(config, world_rank=world_rank, world_size=world_size) as desk,
         ):
@@ -167,7 +170,7 @@ def _control_group(spec: JobSpec, group: dist.ProcessGroup) -> dist.ProcessGroup
         return group
     # Stock DDP's collectives, and NCCL's, stay apart from the messages.
     control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=FORM_S))
-    limit_group(control, spec.faults.hang_timeout_s)
+    limit_group(control, spec.faults.hang_timeout_s + PEER_MARGIN_S)
     return control
 
 

@@ -116,6 +116,14 @@ class Terminal:
                 connection.sendall(line.encode())
 
 
+_num_open = 0
+
+
+def is_open() -> bool:
+    """Whether this process stands at a breakpoint whose terminal is connected."""
+    return _num_open > 0
+
+
 class _Wire:
     """File-like ends of the connection, dialled when first used."""
 
@@ -150,8 +158,10 @@ class _Wire:
     def close(self) -> None:
         """Gives the terminal back."""
         if self._files is not None:
+            global _num_open
             connection, reader, writer = self._files
             self._files = None
+            _num_open -= 1
             for file in (writer, reader):
                 with contextlib.suppress(OSError):
                     file.close()
@@ -167,6 +177,8 @@ class _Wire:
             # Two files: one for both would throw away what it has read ahead when it writes.
             reader = connection.makefile("r", encoding="utf-8")
             self._files = (connection, reader, connection.makefile("w", encoding="utf-8"))
+            global _num_open
+            _num_open += 1
         return self._files
 
 

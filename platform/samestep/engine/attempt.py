@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from samestep.engine.survivor import Stage
 from samestep.errors import PeerLostError, RecorderError, SamestepError, WorkloadError
 from samestep.exact import numerics
 from samestep.exact.digest import live_digest
+from samestep.faults.progress import Phase, Progress
+from samestep.faults.watchdog import Stall, Watchdog
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Link, Patient, Target
@@ -54,6 +57,19 @@ logger = logging.getLogger(__name__)
 
 VERDICT_WAIT_S = 5.0
 FLUSH_S = 60.0
+
+
+def _tell_stall(
+    target: Target, files: WorkerFiles | None, attempt: int, world_rank: int, stall: Stall
+) -> None:
+    """No method: nothing that a watchdog keeps may lead to the process group."""
+    if files is not None:
+        files.note(f"no progress for {stall.still_s:.0f} s in {stall.position}\n{stall.stacks}")
+    target.call("stalled", attempt, world_rank, os.uname().nodename, stall.to_json())
+
+
+def _never() -> bool:
+    return False
 
 
 def _nothing() -> int:
@@ -79,6 +95,7 @@ class Place:
         files: what the worker may write beside the run's own; None: nothing.
         supervised: somebody decides on restarts; failures are raised to it.
         wants: what this worker asks for in each step's small talk (`Flag`).
+        is_debugged: a debugger is open, so that standing still is fine.
         on_step: told of each step before it is taken, and of the attempt.
         on_finished: called once in worker 0 with the final model, a call that uses it once, and
             the file of the workload; must not raise.
@@ -94,6 +111,7 @@ class Place:
     files: WorkerFiles | None = None
     supervised: bool = False
     wants: Callable[[], int] = _nothing
+    is_debugged: Callable[[], bool] = _never
     on_step: Callable[[int, int], None] = _unheard
     on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None = None
 
@@ -165,6 +183,8 @@ class _Attempt:
         self._feed: Feed | None = None
         self._engine: StepEngine | FastEngine | None = None
         self._loop: Loop | None = None
+        self._progress = Progress()
+        self._watchdog: Watchdog | None = None
         self._step = 0
 
     def run(self) -> bool:
@@ -212,6 +232,7 @@ class _Attempt:
             peers=peers,
             group=place.group if peers.world_size > 1 else None,
             scale=scale,
+            progress=self._progress,
         )
         self._engine = exact
         whole = collect(built.parts, step=saved.step, extras={})
@@ -256,11 +277,38 @@ class _Attempt:
             start=replace(saved, nominal_weight=exact.nominal_weight),
             fingerprint=fingerprint,
             on_step=self._at,
+            progress=self._progress,
             wants=place.wants,
             on_finished=place.on_finished,
         )
+        self._watch()
         survivor.forget()  # the loop holds the newest state from here on
         return self._loop.train()
+
+    def _watch(self) -> None:
+        """From now on somebody notices when this worker stands still."""
+        if self._place.mode == "local":
+            return  # the process is the caller's, and a debugger in it can't be told from a hang
+        self._progress.at(Phase.STARTING, step=self._step)
+        self._watchdog = Watchdog(
+            self._progress,
+            timeout_s=self._spec.faults.hang_timeout_s,
+            report=partial(
+                _tell_stall,
+                self._place.target,
+                self._place.files,
+                self._attempt,
+                self._peers.world_rank,
+            ),
+            paused=self._place.is_debugged,
+            may_exit=True,
+        )
+        self._watchdog.start()
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
 
     def _re_enact(
         self, built: Built, saved: Saved, resumption: Resumption, replicas: list[Replica]
@@ -299,6 +347,7 @@ class _Attempt:
 
     def close(self) -> None:
         """Ends what the attempt started in this process."""
+        self._stop_watching()
         self.close_link()
         if self._feed is not None:
             self._feed.close()
@@ -316,6 +365,7 @@ class _Attempt:
 
     def failed(self, error: BaseException) -> Failure:
         """Takes down what ended the attempt."""
+        self._stop_watching()
         return Failure.of(
             error,
             step=self._step,

@@ -6,7 +6,7 @@ of workers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class Evaluation:
         step: int,
         device: torch.device,
         max_batches: int | None = None,
+        on_batch: Callable[[int], None] | None = None,
     ) -> dict[str, float]:
         """Metrics over all evaluation samples, the same on every worker.
 
@@ -81,6 +82,7 @@ class Evaluation:
             step: steps taken so far; keys random draws.
             device: of the model.
             max_batches: evaluate the first so many batches only (for a dry run).
+            on_batch: told the number of each batch before it is computed here.
         """
         starts = range(0, self.size, self._batch_size)[:max_batches]
         mine = shard_range(len(starts), peers.world_size, peers.world_rank)
@@ -90,7 +92,12 @@ class Evaluation:
         model.eval()
         try:
             with torch.no_grad(), averages_in(model, self._ema):
-                sums = {str(b): self._batch(model, b, starts[b], step, device) for b in mine}
+                sums = {}
+                for number in mine:
+                    if on_batch is not None:
+                        on_batch(number)
+                    batch = self._batch(model, number, starts[number], step, device)
+                    sums[str(number)] = batch
         finally:
             keeper.start_shard()
             for module, training in modes:

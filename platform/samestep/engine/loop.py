@@ -33,6 +33,7 @@ from samestep.engine.update import apply_update
 from samestep.errors import DivergenceError, ExitStatus, PeerLostError
 from samestep.exact import numerics
 from samestep.exact.digest import live_digest
+from samestep.faults.progress import Phase, Progress
 from samestep.names import Event
 from samestep.spec import JobSpec, bits_part
 from samestep.telemetry.link import Link, Target
@@ -64,6 +65,7 @@ class Loop:
         start: Saved,
         fingerprint: dict[str, Any],
         on_step: Callable[[int], None],
+        progress: Progress,
         wants: Callable[[], int],
         on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None,
     ) -> None:
@@ -90,6 +92,7 @@ class Loop:
         self._nominal_weight = start.nominal_weight
         self._numerics = fingerprint
         self._on_step = on_step
+        self._progress = progress
         self._device = engine.main.device
         self._appraisal = Appraisal(
             spec,
@@ -129,6 +132,7 @@ class Loop:
         if done:
             self._evaluate()
         self._checkpoint()
+        self._progress.at(Phase.ENDING, step=self._step)
         self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
         self._peers.gather("end")()
@@ -159,6 +163,7 @@ class Loop:
         """Does what is due after the last update; goes on where an attempt before broke off."""
         if self._stage < Stage.TOLD:
             assert self._values is not None
+            self._progress.at(Phase.HOOKS, step=self._step)
             self._hooks.on_step(self._values)
             self._stage = Stage.TOLD
         if self._stage < Stage.EVALUATED:
@@ -167,6 +172,7 @@ class Loop:
         if self._stage < Stage.EPOCH_TOLD:
             assert self._values is not None
             if self._step % self._built.order.steps_per_epoch == 0:
+                self._progress.at(Phase.HOOKS, step=self._step)
                 self._hooks.on_epoch(self._values, self._evaluation_here)
             self._stage = Stage.EPOCH_TOLD
         if self._stage < Stage.SETTLED:
@@ -233,6 +239,7 @@ class Loop:
         reduced = self._engine.compute(
             step, plans, self._take, self._wanted(), self._recording.delivered
         )
+        self._progress.at(Phase.UPDATE, step=step)
         self._computing = self._whole = False  # only an update that is through gives a whole state
         updated = apply_update(
             spec,
@@ -260,6 +267,7 @@ class Loop:
         return Flag(reduced.flag)
 
     def _before_step(self) -> None:
+        self._progress.at(Phase.BEFORE_STEP, step=self._step)
         versions = [tensor._version for tensor in self._touched]
         self._whole = False
         try:
@@ -308,7 +316,11 @@ class Loop:
         if self._built.evaluation is None or self._evaluated_at == self._step:
             return False
         metrics = self._built.evaluation.run(
-            self._built.parts.model, self._peers, step=self._step, device=self._device
+            self._built.parts.model,
+            self._peers,
+            step=self._step,
+            device=self._device,
+            on_batch=lambda _: self._progress.at(Phase.EVALUATION, step=self._step),
         )
         self._evaluation, self._evaluated_at = metrics, self._step
         self._recording.event(
@@ -329,6 +341,7 @@ class Loop:
         """Digest of the live state, equal on all workers (of the exact reduction)."""
         state = collect(self._built.parts, step=self._step, extras={})
         digest = live_digest(state.tensors)
+        self._progress.at(Phase.CHECKPOINT, step=self._step)
         if self._spec.reduction == "fast":
             # Stock DDP lets buffers differ between workers until worker 0's go round at the next
             # forward; worker 0's are those that a checkpoint holds.

@@ -30,6 +30,7 @@ from samestep.exact.digest import ids_digest, live_digest
 from samestep.exact.order import ShardPlan
 from samestep.exact.sums import exact_sum, mean_of_sums, weighted_mean
 from samestep.exact.tree import local_plan, shard_range
+from samestep.faults.progress import Phase, Progress
 from samestep.spec import JobSpec
 from samestep.workload import Loss, Workload
 
@@ -88,6 +89,7 @@ class StepEngine:
         peers: the other workers.
         group: process group for gradients; None for one worker.
         scale: applied to each shard's weighted loss before backward (loss scaling).
+        progress: told where the step is.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class StepEngine:
         peers: Peers,
         group: dist.ProcessGroup | None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        progress: Progress | None = None,
     ) -> None:
+        self._progress = progress or Progress()
         self._spec = spec
         self._workload = workload
         self.replicas = replicas
@@ -183,6 +187,7 @@ class StepEngine:
             _refuse_changed(replica.model, before, step)
             replica.buckets.flush()
         assert talk is not None
+        self._progress.at(Phase.EXCHANGE, step=step)
         return self._reduce(step, self._checked(talk(), step))
 
     def _forward(
@@ -192,7 +197,9 @@ class StepEngine:
         take: TakeBatch,
         results: dict[int, ShardResult],
     ) -> ShardResult:
+        self._progress.at(Phase.DATA, step=plan.step, shard=plan.shard)
         batch = take(plan, replica.device)
+        self._progress.at(Phase.FORWARD, step=plan.step, shard=plan.shard)
         replica.keeper.start_shard()
         result = forward_shard(
             self._spec,
@@ -217,6 +224,7 @@ class StepEngine:
         return result
 
     def _backward(self, replica: Replica, result: ShardResult, step: int, shard: int) -> None:
+        self._progress.at(Phase.BACKWARD, step=step, shard=shard)
         # Equal shards multiply by exactly 1, and fp16 does not overflow.
         leaf = self._scale(result.loss * (result.weight / self.nominal_weight))
         in_user_code(
