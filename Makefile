@@ -8,7 +8,7 @@ SHELL := /bin/bash
 # The job that `make train` runs, and further arguments of its command (or of pytest and the bench).
 JOB ?= workloads/digits/job.yaml
 ARGS ?=
-TESTS ?= tests/unit tests/integration
+TESTS ?= tests/unit tests/integration tests/chaos
 
 # Used only when .venv has to be made: the first interpreter that works and is 3.11 or newer.
 PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14; do \
@@ -20,7 +20,7 @@ TORCH_INDEX_URL ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help venv train test test-system bench lint fmt
+.PHONY: help venv train test chaos test-system bench lint fmt
 
 help: ## Lists the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -39,8 +39,11 @@ venv: .venv/.installed ## Sets up .venv with the command .venv/bin/samestep
 train: venv ## Trains JOB (workloads/digits/job.yaml); ARGS are passed on
 	$(BIN)/samestep train $(JOB) $(ARGS)
 
-test: venv ## Runs TESTS (tests/unit tests/integration), which need nothing but what pip installs
+test: venv ## Runs TESTS (unit, integration, chaos), which need nothing but what pip installs
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+chaos: venv ## Runs the drill of tests/chaos for 60 rounds of random faults (SAMESTEP_CHAOS_ROUNDS)
+	SAMESTEP_CHAOS_ROUNDS=$${SAMESTEP_CHAOS_ROUNDS:-60} $(BIN)/python -m pytest tests/chaos $(ARGS)
 
 test-system: venv ## Runs the tests that need Debian packages or another user
 	tests/system/install

@@ -119,7 +119,11 @@ class Faults(Part):
     hang_timeout_s: float = Field(
         300,
         gt=0,
-        description="seconds that a worker waits for another before it gives the group up",
+        description=(
+            "seconds without progress after which a worker counts as hanging: its stacks go into "
+            "an incident and its process ends, the others go on; set it above the longest batch, "
+            "update or evaluation batch. Whoever waits for another gives up 5 s later"
+        ),
         json_schema_extra=FREE,
     )
     placement_timeout_s: float = Field(

@@ -332,7 +332,7 @@ class _Round:
         for number, (strike, at_step, at_s, note) in enumerate(self._struck):
             rest = self._struck[number + 1 :]
             until = rest[0][2] if rest else float("inf")
-            gaps = [b - a for a, b in itertools.pairwise(times) if b > at_s and a < until]
+            gaps = [b - a for a, b in itertools.pairwise(times) if at_s < b <= until]
             found.append(
                 Struck(
                     strike=strike,

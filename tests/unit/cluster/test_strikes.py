@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,17 @@ def test_a_missing_faults_file_and_a_bad_seed_are_refused(tmp_path: Path) -> Non
     assert parse_faults("random:17") == 17
 
 
-def test_every_fault_says_what_it_means() -> None:
-    assert set(MEANING) == set(Fault)
+def test_every_fault_is_in_the_documents_with_what_it_means() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "faults.md").read_text(encoding="utf-8")
+    table = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.MULTILINE))
+    assert table == {str(fault): meaning for fault, meaning in MEANING.items()}
+
+
+def test_the_faults_file_of_the_documents_is_read(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "faults.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    faults = [strike.fault for strike in read_strikes(write(tmp_path, block))]
+    assert faults == [Fault.KILL_WORKER, Fault.FREEZE_WORKER, Fault.KILL_RECORDER]
 
 
 @given(
