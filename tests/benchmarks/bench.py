@@ -19,6 +19,9 @@ without the latter page faults make one engine or another slower, by chance, in 
     counts        extra gradient buffers and bytes sent in a step, against the forecast
     dataparallel  one process with all shards in turn against workers in parallel; on GPUs also
                   stock nn.DataParallel
+    checkpoints   how long a save of 200 MB holds training up with 1 and 2 workers, over torch.save
+                  of the same state to the same disk (TMPDIR chooses it), with PyTorch's async_save
+                  beside it; and step times while a checkpoint is written
 """
 
 from __future__ import annotations
@@ -36,12 +39,18 @@ from typing import Any
 import torch
 from launches import LaunchError, launch
 from models import MODELS
-from ratios import step_rows
-from report import print_counts, print_dataparallel, print_profile, print_steps
+from ratios import save_rows, step_rows
+from report import (
+    print_checkpoints,
+    print_counts,
+    print_dataparallel,
+    print_profile,
+    print_steps,
+)
 from rich.console import Console
 
 BASES = ("plain, default flags", "plain, bucket view")
-PARTS = ("steps", "profile", "counts", "dataparallel")
+PARTS = ("steps", "profile", "counts", "dataparallel", "checkpoints")
 
 # By number of workers, numbers of shards: powers of two and others, aligned and not.
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
@@ -49,6 +58,8 @@ DATAPARALLEL_MODELS = ("digits", "mlp")
 DATAPARALLEL_SHARDS = 4
 DATAPARALLEL_ROUNDS = 30
 PROFILE_ROUNDS = 20
+CHECKPOINT_WORKERS = (1, 2)
+CHECKPOINT_ROUNDS = 10
 
 QUICK = {"launches": 1, "rounds": 10}
 
@@ -71,6 +82,7 @@ class Bench:
             "profile": self._profile,
             "counts": self._counts,
             "dataparallel": self._dataparallel,
+            "checkpoints": self._checkpoints,
         }
         for name in self._options.parts:
             parts[name]()
@@ -145,6 +157,20 @@ class Bench:
             }
             self.found["dataparallel"].append(found)
             print_dataparallel(self._console, found)
+
+    def _checkpoints(self) -> None:
+        self.found["checkpoints"] = []
+        for workers in CHECKPOINT_WORKERS:
+            task = {
+                "kind": "checkpoints",
+                "model": "mlp",
+                "rounds": min(self._options.rounds, CHECKPOINT_ROUNDS),
+                "folder": None,
+            }
+            launches = [self._launch(task, workers=workers) for _ in range(self._options.launches)]
+            found = {**task, "workers": workers, **save_rows(launches), "launches_s": launches}
+            self.found["checkpoints"].append(found)
+            print_checkpoints(self._console, found)
 
 
 def main() -> int:

@@ -302,7 +302,7 @@ def read_at(path: str | Path, which: str | int = LATEST) -> tuple[State, Manifes
     """
     place = Storage.at(str(path))
     if place.exists(names.MANIFEST_FILE):
-        if which not in (LATEST, step := step_of(place.uri.rpartition("/")[2])):
+        if which not in (LATEST, step := step_of(place.root.rpartition("/")[2])):
             raise InputError(
                 f"{place.uri} is a checkpoint itself (after {step} steps), so {which!r} can't be "
                 "chosen from it; give the run directory"

@@ -12,32 +12,31 @@ from typing import Any
 
 from torch import nn
 
-from samestep.checkpoint.manifest import CheckpointMeta
-from samestep.checkpoint.state import collect
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import write_files
 from samestep.engine.appraisal import Appraisal
 from samestep.engine.ema import averages_in
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.hooks import Hooks
+from samestep.engine.keeping import SAVE_FLAG, Keeping
 from samestep.engine.peers import Peers
 from samestep.engine.resume import Saved
 from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.update import Updated, apply_update
-from samestep.errors import DivergenceError, ExitStatus, RecorderError
+from samestep.errors import DivergenceError, ExitStatus, PeerLostError, RecorderError
 from samestep.exact import numerics
-from samestep.exact.digest import ids_digest, live_digest
+from samestep.exact.digest import ids_digest
 from samestep.names import Event
-from samestep.spec import JobSpec, bits_part
+from samestep.spec import JobSpec
 from samestep.telemetry.link import Link, Target
 from samestep.telemetry.records import EventRecord, StepRecord
 from samestep.workload import Values
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 120.0
+LAST_SAVE_S = 10.0
+"""How long a save under way is waited for when training ends with an error."""
 
 
 class Loop:
@@ -69,13 +68,10 @@ class Loop:
         self._engine = engine
         self._feed = feed
         self._peers = peers
-        self._run = run
         self._target = target
         self._link = link
         self._attempt = attempt
         self._step = self._first_step = start.step
-        self._nominal_weight = start.nominal_weight
-        self._numerics = fingerprint
         self._on_step = on_step
         self._device = engine.main.device
         self._appraisal = Appraisal(
@@ -88,27 +84,50 @@ class Loop:
         self._hooks = Hooks(built.workload, seed=spec.seed, device=self._device)
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = -1
-        self._committed = (start.step, start.digest) if start.digest is not None else None
         self._data_wait_s = 0.0
+        self._keeping = Keeping(
+            spec=spec,
+            built=built,
+            appraisal=self._appraisal,
+            evaluation=lambda: self._evaluation_here,
+            peers=peers,
+            run=run,
+            target=target,
+            link=link,
+            attempt=attempt,
+            start=start,
+            fingerprint=fingerprint,
+        )
 
     def train(self) -> None:
         """Takes steps; ends with a checkpoint and the run's result at the recorder."""
-        if self._spec.init_from.path is not None and self._committed is None:
-            self._checkpoint()  # a resume needs the source no more, whatever becomes of it
+        try:
+            self._train()
+        except PeerLostError:
+            # Its part will not come. What lies in shared memory is for the next attempt.
+            self._keeping.close(wait_s=0, keep_images=True)
+            raise
+        except BaseException:
+            self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
+            raise
+        self._keeping.close(wait_s=0, keep_images=False)
+
+    def _train(self) -> None:
+        self._keeping.begin()
         end_step, stop = self._built.end_step, False
         while self._step < end_step and not stop and self._appraisal.stop_reason is None:
             self._on_step(self._step)
-            stop, values = self._take_step()
+            flag, values = self._take_step()
+            stop = bool(flag % SAVE_FLAG)
             is_best = self._appraisal.is_due(self._step) and self._evaluate()
             if self._step % self._built.order.steps_per_epoch == 0:
                 self._hooks.on_epoch(values, self._evaluation_here)
-            every = self._spec.checkpoint.every_steps
-            if is_best or (every and self._step % every == 0 and self._step < end_step):
-                self._checkpoint()
+            if self._step < end_step:
+                self._keeping.after_step(self._step, flag=flag, is_best=is_best)
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if done:
             self._evaluate()
-        self._checkpoint()
+        self._keeping.end(self._step)
         self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
         self._peers.gather("end")()
@@ -116,7 +135,6 @@ class Loop:
     def _finish(self, done: bool) -> None:
         if self._link is None:
             return
-        assert self._committed is not None
         appraisal = self._appraisal
         if appraisal.warning is not None:
             self._target.call("say", appraisal.warning)
@@ -137,7 +155,7 @@ class Loop:
                 "status": "done" if done else "interrupted",
                 "reason": reason,
                 "step": self._step,
-                "digest": self._committed[1],
+                "digest": self._keeping.digest,
                 "evaluation": self._evaluation,
                 "best": appraisal.best_as_json(),
                 "exit_status": int(ExitStatus.DONE if done else ExitStatus.INTERRUPTED),
@@ -156,7 +174,7 @@ class Loop:
                 max_batches=1,
             )
 
-    def _take_step(self) -> tuple[bool, Values]:
+    def _take_step(self) -> tuple[int, Values]:
         spec, built, step = self._spec, self._built, self._step
         started = time.perf_counter()
         self._data_wait_s = 0.0
@@ -165,8 +183,8 @@ class Loop:
             # That of the first was called when the group formed: the canary needs it too.
             before_step(spec, built.workload, self._engine.replicas, step)
         plans = built.order.shards_of(step)
-        wants_stop = self._link is not None and self._link.stop_requested
-        reduced = self._engine.compute(step, plans, self._take, int(wants_stop))
+        reduced = self._engine.compute(step, plans, self._take, self._flag())
+        self._keeping.after_exchange()
         updated = apply_update(
             spec,
             built.parts,
@@ -179,7 +197,7 @@ class Loop:
         self._step = step + 1
         digest = None
         if spec.digest_every and self._step % spec.digest_every == 0:
-            digest = self._agreed_digest()
+            digest = self._keeping.agreed_digest(self._step)
         if self._link is not None:
             timing = {
                 "step_s": time.perf_counter() - started,
@@ -191,7 +209,16 @@ class Loop:
             self._record(step, plans[0].epoch, ids, reduced, updated, digest, timing)
         values = _values(step, plans[0].epoch, reduced, updated)
         self._hooks.on_step(values)
-        return bool(reduced.flag), values
+        return reduced.flag, values
+
+    def _flag(self) -> int:
+        """What this worker has to say to the others; all see the largest of the step's flags.
+
+        Worker 0 alone reports, so that no two workers ask for different things.
+        """
+        if self._link is None:
+            return 0
+        return int(self._link.stop_requested) + self._keeping.flag
 
     def _schedule_due(self, num_steps: int) -> bool:
         schedule = self._built.schedule
@@ -258,62 +285,6 @@ class Loop:
     @property
     def _evaluation_here(self) -> dict[str, float] | None:
         return self._evaluation if self._evaluated_at == self._step else None
-
-    def _agreed_digest(self) -> str:
-        """Digest of the live state, equal on all workers (of the exact reduction)."""
-        state = collect(self._built.parts, step=self._step, extras={})
-        digest = live_digest(state.tensors)
-        if self._spec.reduction == "fast":
-            # Stock DDP lets buffers differ between workers until worker 0's go round at the next
-            # forward; worker 0's are those that a checkpoint holds.
-            return str(digest)
-        everyone = self._peers.gather(digest)()
-        if len(set(everyone)) > 1:
-            common = max(sorted(set(everyone)), key=everyone.count)
-            odd = [str(rank) for rank, other in enumerate(everyone) if other != common]
-            raise DivergenceError(
-                f"the state after {self._step} steps differs between workers; odd ones out: "
-                f"worker {', '.join(odd)} (digests {everyone}). Nothing of it is committed: "
-                "either something outside the contract changed the model (samestep check names "
-                "suspects) or a machine computes wrongly"
-            )
-        return str(digest)
-
-    def _checkpoint(self) -> None:
-        if self._committed is not None and self._committed[0] == self._step:
-            return
-        self._agreed_digest()
-        if self._link is not None:
-            state = collect(
-                self._built.parts,
-                step=self._step,
-                extras={
-                    "nominal_weight": self._nominal_weight,
-                    "dataset_size": self._built.dataset_size,
-                    "steps_per_epoch": self._built.order.steps_per_epoch,
-                    **self._appraisal.state,
-                },
-            )
-            self._link.flush(FLUSH_S)
-            if self._link.divergence is not None:
-                raise DivergenceError(self._link.divergence)
-            manifest = write_files(
-                self._run,
-                state,
-                CheckpointMeta(
-                    numerics=self._numerics,
-                    spec=bits_part(self._spec),
-                    created_s=time.time(),
-                    evaluation=self._evaluation_here or {},
-                    ranking=self._appraisal.ranking,
-                ),
-            )
-            self._target.call(
-                "commit", self._attempt, manifest.to_json(), self._spec.checkpoint.keep
-            )
-            self._committed = (self._step, manifest.digest)
-        else:
-            self._committed = (self._step, "")
 
     def _event(self, event: Event, fields: dict[str, Any]) -> None:
         if self._link is not None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Final
 
 from samestep.checkpoint.manifest import Manifest
-from samestep.checkpoint.retention import apply_retention
+from samestep.checkpoint.retention import apply_retention, clear_unfinished
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import commit
 from samestep.errors import DivergenceError, RecorderError
@@ -31,6 +32,7 @@ from samestep.telemetry.intake import Intake
 from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
 from samestep.telemetry.past import read_past
 from samestep.telemetry.records import StepRecord
+from samestep.telemetry.saves import Part, Saves
 from samestep.telemetry.sink import RunInfo, Sink
 
 _ENDS: Final = (RunState.DONE, RunState.INTERRUPTED, RunState.FAILED)
@@ -92,6 +94,9 @@ class Recorder:
                 clock=clock,
                 announce=self._announce,
             )
+            self._saves = Saves(
+                self._run, commit=self._commit, say=self._board.say, incident=self._write_incident
+            )
             info = RunInfo(
                 run=self._run, name=run, spec=spec, about=dict(about), returning=returning
             )
@@ -140,6 +145,7 @@ class Recorder:
         kept = {key: value for key, value in info.items() if key != "numerics"}
         kept |= {"known_steps": past.num_steps, "numerics_id": numerics_id, "values_id": values_id}
         self._run.delete(RESULT_FILE)
+        self._saves.begin_attempt()
         self._intake.begin(past, number, start_step=start_step, values_id=values_id)
         self._end = self._stop = self._divergence = self._verdict = None
         self._intake.log(Event.ATTEMPT_STARTED, start_step, kept)
@@ -192,6 +198,7 @@ class Recorder:
         if self._end is not None:
             return
         self._require_current(attempt)
+        self._saves.tell()
         self._end_attempt(status)
         step = int(result.get("step", self._board.num_steps))
         self._intake.log(Event.FINISHED, step, result)
@@ -303,6 +310,28 @@ class Recorder:
             DivergenceError: the attempt diverged from the ledger.
         """
         self._require_current(attempt)
+        self._commit(manifest_json, keep)
+
+    def part(self, attempt: int, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes a worker's part of a save; the last one that comes in commits the checkpoint.
+
+        To be called again until the save has ended.
+
+        Args:
+            attempt: the present attempt.
+            part: fields of a `saves.Part`.
+
+        Returns:
+            Fields of a `saves.Answer`: `state` (waiting, committed or failed), `message`, `digest`.
+
+        Raises:
+            RecorderError: the attempt is not the present one.
+            DivergenceError: the attempt diverged from the ledger.
+        """
+        self._require_current(attempt)
+        return asdict(self._saves.take(Part(**part), attempt))
+
+    def _commit(self, manifest_json: str, keep: int) -> None:
         manifest = Manifest.from_json(manifest_json)
         if self._divergence is not None:
             raise DivergenceError(
@@ -315,12 +344,13 @@ class Recorder:
                 "in the ledger yet; flush the link before committing"
             )
         commit(self._run, manifest)
-        made = (attempt, manifest.step, manifest.digest)
+        made = (self._intake.attempt, manifest.step, manifest.digest)
         if made != self._committed:  # asked again because the answer was lost: told once
             fields = {"digest": manifest.digest}
             self._intake.log(Event.CHECKPOINT_COMMITTED, manifest.step, fields)
             self._committed = made
         apply_retention(self._run, keep)
+        clear_unfinished(self._run, manifest.step)
 
     def record_incident(self, attempt: int, incident: Mapping[str, Any]) -> str:
         """Writes an incident for good.

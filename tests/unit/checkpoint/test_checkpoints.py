@@ -28,10 +28,11 @@ from samestep.checkpoint.reading import (
 from samestep.checkpoint.retention import apply_retention
 from samestep.checkpoint.state import Parts, State, collect, state_sha256
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import STATE_FILE, commit, write_files
+from samestep.checkpoint.writing import commit, write_files
 from samestep.errors import CheckpointError
 from samestep.exact.digest import live_digest
 
+STATE_FILE = "state-00000.safetensors"
 META = CheckpointMeta(numerics={"threads": 1}, spec={"seed": 0}, created_s=1234.5)
 
 
@@ -182,8 +183,10 @@ def test_only_steps_up_to_a_limit_are_looked_at(run: Storage) -> None:
 def test_a_format_of_the_future_is_refused_with_the_one_supported(run: Storage) -> None:
     save(run, 1)
     path = file_of(run, 1, "manifest.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(CheckpointError, match=r"format 2; this version of samestep reads format 1"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 3}))
+    with pytest.raises(
+        CheckpointError, match=r"format 3; this version of samestep reads the formats 1, 2"
+    ):
         load_checkpoint(run, 1)
 
 

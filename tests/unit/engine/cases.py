@@ -78,6 +78,15 @@ class Base(Workload):
         return AdamW(model.parameters(), lr=self.lr, fused=self.kind == "fused")
 
 
+class Large(Base):
+    """A state of 13 MB, most of it in two tensors: large enough for a writer process."""
+
+    def net(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(6, 1600), nn.Tanh(), nn.Linear(1600, 1000), nn.Linear(1000, 1)
+        )
+
+
 class Mlp(Base):
     """The plain one."""
 
