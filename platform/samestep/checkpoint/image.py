@@ -139,6 +139,11 @@ class Image:
             raise StorageError(f"can't map {path}: {error}; it is gone or empty") from error
         return cls(data=np.frombuffer(mapped, dtype=np.uint8), path=path)
 
+    @property
+    def memory(self) -> memoryview:
+        """The bytes, for those who know no arrays."""
+        return self.data.data
+
     def warm(self, plan: Plan, pieces: Sequence[Piece]) -> None:
         """Touches the pages of pieces (only reading), so that the first copy need not wait."""
         for piece in pieces:

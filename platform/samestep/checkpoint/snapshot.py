@@ -147,7 +147,7 @@ def drop_others(run_uri: str, attempt: int) -> None:
 def image_digest(image: Image, plan: Plan) -> str:
     """What `live_digest` gives for the tensors in an image, whoever put them there."""
     digest = xxhash.xxh3_128()
-    data = memoryview(image.data)
+    data = image.memory
     for name, slot in plan.slots.items():
         digest.update(layout_header(name, slot.layout.dtype, slot.layout.shape).encode("ascii"))
         end = slot.offset + slot.num_bytes

@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 from samestep.checkpoint.job import WriteJob, Written, perform
 from samestep.errors import SamestepError, StorageError
 
-NICENESS: Final = 15
+NICENESS: Final = 10
 """The writer's priority: what it takes longer is nobody's time, what it takes away is."""
 PARENT_POLL_S: Final = 0.5
 END_S: Final = 5.0

@@ -138,7 +138,7 @@ def write_files(run: Storage, state: State, meta: CheckpointMeta) -> Manifest:
     image = Image.private(outline.plan.num_bytes)
     image.fill(outline.plan, outline.tensors, outline.parts[0])
     folder.delete("")
-    written = perform(outline.job(run, 0, image), memoryview(image.data), folder)
+    written = perform(outline.job(run, 0, image), image.memory, folder)
     return outline.manifest(written, meta)
 
 

@@ -116,7 +116,7 @@ class Flight:
         written = Written(files={})
         try:
             if job.files:
-                written = self._writer.write(job, memoryview(cargo.image.data), MAX_WRITE_S)
+                written = self._writer.write(job, cargo.image.memory, MAX_WRITE_S)
             manifest = None
             if part.world_rank == 0:
                 manifest = cargo.outline.manifest(written, cargo.meta).to_json()

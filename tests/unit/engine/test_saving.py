@@ -81,13 +81,14 @@ def test_a_save_that_fails_costs_nothing_but_itself(train: Train, tmp_path: Path
 
 
 def test_an_end_that_can_not_be_saved_says_so(train: Train, tmp_path: Path) -> None:
-    blocked = tmp_path / "run" / "checkpoints" / "step-00000006"
-    blocked.parent.mkdir(parents=True)
-    blocked.write_text("a file where the folder should be")
-    run = train(large(), "run", 2)
+    there = Storage.at(str(tmp_path / "run"))
+    spec = {**large(args={"folder": str(tmp_path / "run")}), "workload": "cases:Blocking"}
+    run = train(spec, "run", 2)
     assert run.verdict["kind"] == "StorageError:2"
     assert "the last checkpoint, at step 6, could not be saved" in run.verdict["message"]
-    assert [info.step for info in list_checkpoints(run.storage) if info.whole] == [2, 4]
+    assert there.read("checkpoints/step-00000006/manifest.json") == b"of something else"
+    assert [info.step for info in list_checkpoints(there) if info.created_s] == [2, 4]
+    assert len(events(there, Event.INCIDENT)) == 2  # the outage, and the end of the run
 
 
 TRAIN = """
@@ -121,9 +122,9 @@ PHASES = {
 def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_or_none(
     train: Train, tmp_path: Path, phase: str
 ) -> None:
-    calm = train(large(max_steps=40), "calm", 1)
-    checkpoint = {"every_steps": 3, "keep": 50}
-    spec = large(max_steps=40, mode="local", storage=str(tmp_path / "runs"), checkpoint=checkpoint)
+    calm = train(large(max_steps=9), "calm", 1)
+    checkpoint = {"every_steps": 2, "keep": 50}
+    spec = large(max_steps=9, mode="local", storage=str(tmp_path / "runs"), checkpoint=checkpoint)
     run, reached = tmp_path / "runs" / "run", PHASES[phase]
     memory = shared_memory.folder_of(str(run))
     with start(spec) as process:
