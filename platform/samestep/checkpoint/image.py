@@ -23,6 +23,7 @@ from samestep.errors import StorageError
 from samestep.exact.digest import canonical_order
 
 ALIGN_BYTES: Final = 64
+_HASH_BYTES: Final = 1 << 20
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
@@ -143,6 +144,15 @@ class Image:
     def memory(self) -> memoryview:
         """The bytes, for those who know no arrays."""
         return self.data.data
+
+    def feed(self, digest: Any, start: int, size: int) -> None:
+        """Updates a digest by some of the bytes.
+
+        In small pieces: training may go on beside this, and wants the interpreter lock.
+        """
+        end, data = start + size, self.memory
+        for at in range(start, end, _HASH_BYTES):
+            digest.update(data[at : min(at + _HASH_BYTES, end)])
 
     def warm(self, plan: Plan, pieces: Sequence[Piece]) -> None:
         """Touches the pages of pieces (only reading), so that the first copy need not wait."""

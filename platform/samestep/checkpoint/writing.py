@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import xxhash
 from torch import Tensor
 
 from samestep import __version__, names
@@ -27,7 +28,13 @@ from samestep.checkpoint.split import Piece, split
 from samestep.checkpoint.state import State, flatten
 from samestep.checkpoint.storage import Storage
 from samestep.errors import CheckpointError
-from samestep.exact.digest import canonical_order, tensor_header, values_tail
+from samestep.exact.digest import (
+    canonical_order,
+    layout_header,
+    tensor_bytes,
+    tensor_header,
+    values_tail,
+)
 
 _SAFETENSORS_NAMES: Final = {
     "bool": "BOOL", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
@@ -82,6 +89,32 @@ class Outline:
     def file_name(self, part: int) -> str:
         """Name of the file that holds a part's tensors."""
         return f"{names.STATE_FILE_PREFIX}{self.stem}{part:05d}{names.STATE_FILE_SUFFIX}"
+
+    def digest_of(self, part: int, image: Image | None = None) -> str:
+        """xxh3-128 (32 hex digits) of a part, as it is in the live tensors or in an image."""
+        digest = xxhash.xxh3_128()
+        for piece in self.parts[part]:
+            layout = self.plan.slots[piece.name].layout
+            name = f"{piece.name}[{piece.start}:{piece.stop}]"
+            digest.update(layout_header(name, layout.dtype, layout.shape).encode("ascii"))
+            if image is None:
+                live = tensor_bytes(self.tensors[piece.name])
+                digest.update(live[piece.start : piece.stop])
+            else:
+                image.feed(digest, *self.plan.segment(piece))
+        return digest.hexdigest()
+
+    def parts_within(self, pieces: Sequence[Piece]) -> list[int]:
+        """The parts of which every byte is in these pieces."""
+        held = {piece.name: (piece.start, piece.stop) for piece in pieces}
+        return [
+            number
+            for number, part in enumerate(self.parts)
+            if all(
+                held.get(p.name, (1, 0))[0] <= p.start and p.stop <= held.get(p.name, (1, 0))[1]
+                for p in part
+            )
+        ]
 
     def job(self, run: Storage, part: int, image: Image) -> WriteJob:
         """What the writer of a part does; that of part 0 hashes the whole state as well."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 from samestep.checkpoint.state import State
 from samestep.engine.peers import Peers
 from samestep.errors import DivergenceError
-from samestep.exact.digest import live_digest
+from samestep.exact.digest import divergence_text, live_digest
 from samestep.spec import JobSpec
 
 
 def agreed_digest(spec: JobSpec, peers: Peers, state: State) -> str:
     """Digest of a live state, equal on all workers (of the exact reduction).
-
-    Every worker digests all of it: if each saw only the part that it writes, two that differ
-    would never be compared.
 
     Raises:
         DivergenceError: names the odd ones out.
@@ -26,12 +23,5 @@ def agreed_digest(spec: JobSpec, peers: Peers, state: State) -> str:
         return digest
     everyone = peers.gather(digest)()
     if len(set(everyone)) > 1:
-        common = max(sorted(set(everyone)), key=everyone.count)
-        odd = [str(rank) for rank, other in enumerate(everyone) if other != common]
-        raise DivergenceError(
-            f"the state after {state.step} steps differs between workers; odd ones out: "
-            f"worker {', '.join(odd)} (digests {everyone}). Nothing of it is committed: "
-            "either something outside the contract changed the model (samestep check names "
-            "suspects) or a machine computes wrongly"
-        )
+        raise DivergenceError(divergence_text(state.step, everyone))
     return digest

@@ -34,7 +34,8 @@ class Cargo:
         outline: of the state; the live tensors that it refers to are not looked at.
         image: holds the tensors, unchanged until the flight has ended.
         meta: goes into the manifest.
-        part: what is told to the recorder, as far as it is known before.
+        part: what is told to the recorder, as far as it is known before; of digests that are
+            empty those of the image are taken.
     """
 
     outline: Outline
@@ -122,9 +123,13 @@ class Flight:
                 manifest = cargo.outline.manifest(written, cargo.meta).to_json()
         except SamestepError as error:
             return replace(part, error=str(error))
+        digests = [
+            digest or cargo.outline.digest_of(number, cargo.image)
+            for number, digest in enumerate(part.digests)
+        ]
         if self._abandoned.is_set():  # another save may have overwritten the image by now
             return replace(part, error="it took too long and was given up")
-        return replace(part, files=written.files, manifest=manifest)
+        return replace(part, files=written.files, manifest=manifest, digests=digests)
 
     def _follow(self, part: Part) -> None:
         """Tells the recorder until it says how the save ended."""

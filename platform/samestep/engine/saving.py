@@ -1,9 +1,14 @@
 """Saving the state while training goes on: all that it waits for is a copy in shared memory.
 
 The workers of a node copy the state together, each a part, into one image in the node's shared
-memory, and agree that all hold the same state. Behind the training each worker's writer then
-makes its part of the files out of the image, and the recorder commits the manifest once it has
-heard of every part. The writer of worker 0 hashes the whole state besides, in its canonical
+memory. Behind the training each worker's writer then makes its part of the files out of the
+image, and the recorder commits the manifest once it has heard of every part.
+
+All workers must hold the same state, all of it, or nothing is committed. So each digests every
+part: those that another copied out of its own live tensors, at once; what it copied itself, out
+of the image, when training goes on. The recorder compares.
+
+The writer of worker 0 hashes the whole state besides, in its canonical
 order: its node's image has all of it, wherever the other workers are.
 """
 
@@ -19,12 +24,11 @@ from typing import Any, Final
 from samestep.checkpoint import shared_memory, snapshot
 from samestep.checkpoint.image import Image, Plan
 from samestep.checkpoint.manifest import CheckpointMeta
-from samestep.checkpoint.split import split
+from samestep.checkpoint.split import Piece, split
 from samestep.checkpoint.state import Parts, collect, flatten
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import InlineWriter, ProcessWriter, Writer
 from samestep.checkpoint.writing import Outline
-from samestep.engine.agreement import agreed_digest
 from samestep.engine.flight import Cargo, Flight
 from samestep.engine.node import Node
 from samestep.engine.peers import Peers
@@ -128,8 +132,7 @@ class Saving:
         def warm() -> None:
             try:
                 image = self._image_for(plan)
-                pieces = split(plan.sized(), self._node.local_size)[self._node.local_rank]
-                image.warm(plan, pieces)
+                image.warm(plan, self._pieces(plan))
                 self._process.start()
                 also(plan)
             except StorageError as error:  # told when it is needed
@@ -155,7 +158,7 @@ class Saving:
             is_agreed: the workers have just compared digests of this state.
 
         Raises:
-            DivergenceError: the workers' states differ, or the attempt's steps from the ledger's.
+            DivergenceError: of the save before, as `settle`.
             CheckpointError: the state holds something that can't be kept.
         """
         # Not by what was committed meanwhile: that another worker may not know yet.
@@ -170,12 +173,21 @@ class Saving:
         outline = Outline.of(state, num_parts=self._peers.world_size, stem=stem)
         meta = self._meta()
         everyone_is_ready()
-        image = self._copy(outline)
-        if not is_agreed and self._peers.world_size > 1:
-            agreed_digest(self._spec, self._peers, state)
-        elif self._peers.world_size > 1:
+        self.wait_until_prepared()
+        image, pieces = self._image_for(outline.plan), self._pieces(outline.plan)
+        image.fill(outline.plan, outline.tensors, pieces)
+        compared = self._peers.world_size > 1 and self._spec.reduction == "exact"
+        digests = None
+        if compared and not is_agreed:
+            # Those of what this worker copied itself wait until training goes on.
+            later = outline.parts_within(pieces)
+            digests = [
+                "" if part in later else outline.digest_of(part)
+                for part in range(self._peers.world_size)
+            ]
+        if self._peers.world_size > 1:
             self._peers.gather(step)()  # the others' parts of the image are there
-        self._launch(outline, image, meta)
+        self._launch(outline, image, meta, digests)
 
     def save_now(self, step: int, *, is_agreed: bool = False) -> None:
         """Saves, and returns when the checkpoint is committed; for the end and planned stops.
@@ -206,7 +218,7 @@ class Saving:
             How it ended; None where there was none.
 
         Raises:
-            DivergenceError: the attempt's steps differ from the ledger's.
+            DivergenceError: the workers' states differed, or the attempt's steps from the ledger's.
             RecorderError: the attempt is no longer the present one.
         """
         flight, self._flight = self._flight, None
@@ -249,14 +261,9 @@ class Saving:
         if not keep_images:
             shared_memory.remove(self._run.uri)
 
-    def _copy(self, outline: Outline) -> Image:
-        """Copies this worker's part of the node's image out of the live tensors."""
-        plan, node = outline.plan, self._node
-        self.wait_until_prepared()
-        pieces = split(plan.sized(), node.local_size)[node.local_rank]
-        image = self._image_for(plan)
-        image.fill(plan, outline.tensors, pieces)
-        return image
+    def _pieces(self, plan: Plan) -> list[Piece]:
+        """What this worker copies into the node's image."""
+        return split(plan.sized(), self._node.local_size)[self._node.local_rank]
 
     def _image_for(self, plan: Plan) -> Image:
         if self._image is None or len(self._image.data) < plan.num_bytes:
@@ -268,7 +275,9 @@ class Saving:
                 self._image = Image.shared(path, plan.num_bytes)
         return self._image
 
-    def _launch(self, outline: Outline, image: Image, meta: CheckpointMeta) -> None:
+    def _launch(
+        self, outline: Outline, image: Image, meta: CheckpointMeta, digests: list[str] | None
+    ) -> None:
         self._num_tries += 1
         part = Part(
             step=outline.step,
@@ -276,6 +285,7 @@ class Saving:
             world_rank=self._peers.world_rank,
             num_parts=self._peers.world_size,
             keep=self._spec.checkpoint.keep,
+            digests=digests or (),
         )
         is_small = outline.plan.num_bytes < PROCESS_BYTES
         self._flight = Flight(

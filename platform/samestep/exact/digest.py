@@ -80,6 +80,18 @@ def ids_digest(shards: Sequence[Sequence[int]]) -> str:
     return digest.hexdigest()
 
 
+def divergence_text(step: int, digests: Sequence[str]) -> str:
+    """What is said of workers whose digests of the state differ, given by world rank."""
+    common = max(sorted(set(digests)), key=digests.count)
+    odd = [str(rank) for rank, other in enumerate(digests) if other != common]
+    return (
+        f"the state after {step} steps differs between workers; odd ones out: worker "
+        f"{', '.join(odd)} (digests {list(digests)}). Nothing of it is committed: either something "
+        "outside the contract changed the model (samestep check names suspects) or a machine "
+        "computes wrongly"
+    )
+
+
 def canonical_float_hex(value: float) -> str:
     """The exact value as `float.hex` writes it; every NaN is "nan", whatever sign and payload.
 

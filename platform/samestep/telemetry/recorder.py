@@ -297,7 +297,11 @@ class Recorder:
         if self._divergence is None:
             batch = self._intake.take(sender, sequence, records)
             if batch.differences:
-                self._diverge(batch.differing_step, batch.differences)
+                step, first = batch.differing_step, batch.differences[0]
+                text = (
+                    f"step {step} taken again by attempt {attempt} differs from the ledger: {first}"
+                )
+                self._diverge(step, text, batch.differences)
         self._intake.acknowledge(sender, sequence)
         return self._ack(sender)
 
@@ -326,10 +330,16 @@ class Recorder:
 
         Raises:
             RecorderError: the attempt is not the present one.
-            DivergenceError: the attempt diverged from the ledger.
+            DivergenceError: the workers' states differ, or the attempt from the ledger.
         """
         self._require_current(attempt)
-        return asdict(self._saves.take(Part(**part), attempt))
+        given = Part(**part)
+        try:
+            return asdict(self._saves.take(given, attempt))
+        except DivergenceError as error:
+            if self._divergence is None:  # every worker learns of it with its next batch
+                self._diverge(given.step, str(error), [str(error)])
+            raise
 
     def _commit(self, manifest_json: str, keep: int) -> None:
         manifest = Manifest.from_json(manifest_json)
@@ -378,9 +388,8 @@ class Recorder:
             fields |= {"cause": self._verdict["kind"], "message": self._verdict["message"]}
         self._intake.end(fields)
 
-    def _diverge(self, step: int, found: Sequence[str]) -> None:
+    def _diverge(self, step: int, text: str, found: Sequence[str]) -> None:
         attempt = self._intake.attempt
-        text = f"step {step} taken again by attempt {attempt} differs from the ledger: {found[0]}"
         self._divergence = text
         self._write_incident(
             Incident(

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from samestep import names
 from samestep.checkpoint.manifest import FileEntry, Manifest, step_name
 from samestep.checkpoint.storage import Storage
-from samestep.errors import CheckpointError, RecorderError, StorageError
+from samestep.errors import CheckpointError, DivergenceError, RecorderError, StorageError
+from samestep.exact.digest import divergence_text
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 
@@ -39,6 +40,8 @@ class Part:
         files: by name, `num_bytes` and `sha256` of what it wrote.
         manifest: with the files of part 0 alone; None from others.
         error: why the part was not written; None where it was.
+        digests: of every part of the state, as this worker holds it; empty where the workers have
+            compared the whole state before.
     """
 
     step: int
@@ -49,6 +52,7 @@ class Part:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     manifest: str | None = None
     error: str | None = None
+    digests: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -105,7 +109,8 @@ class Saves:
         """Notes a part; commits when it was the last one.
 
         Raises:
-            DivergenceError: the attempt diverged from the ledger, so nothing is committed.
+            DivergenceError: the workers' states differ, or the attempt from the ledger: nothing is
+                committed.
         """
         key = (part.step, part.try_number)
         if key not in self._ended:
@@ -135,6 +140,7 @@ class Saves:
         missing = [str(rank) for rank in range(num_parts) if rank not in parts]
         if missing:
             return Answer(state="waiting", message=f"for worker {', '.join(missing)}")
+        _require_agreement(parts)
         text = parts[0].manifest
         assert text is not None, "worker 0 brings the manifest"
         try:
@@ -183,3 +189,11 @@ class Saves:
         folder = f"{names.CHECKPOINTS_DIR}/{step_name(step)}"
         if not self._run.exists(f"{folder}/{names.MANIFEST_FILE}"):
             self._run.delete(folder)
+
+
+def _require_agreement(parts: Mapping[int, Part]) -> None:
+    """Every worker holds the same state, whichever part of it the file of another was made of."""
+    seen = {rank: "".join(part.digests) for rank, part in sorted(parts.items())}
+    everyone = list(seen.values())
+    if len(set(everyone)) > 1:
+        raise DivergenceError(divergence_text(parts[0].step, everyone))

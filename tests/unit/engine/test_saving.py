@@ -91,6 +91,20 @@ def test_an_end_that_can_not_be_saved_says_so(train: Train, tmp_path: Path) -> N
     assert len(events(there, Event.INCIDENT)) == 2  # the outage, and the end of the run
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_state_that_differs_between_workers_is_not_committed(
+    train: Train, world_size: int
+) -> None:
+    fields = {"digest_every": 0, "checkpoint": {"every_steps": 1}, "shards": 3, "max_steps": 9}
+    run = train(spec_of("odd:Odd", args={"fault": "weights diverge"}, **fields), "run", world_size)
+    assert run.verdict["kind"] == "DivergenceError:1"
+    text = "the state after 3 steps differs between workers; odd ones out: worker "
+    assert text in run.verdict["message"]
+    assert [info.step for info in list_checkpoints(run.storage) if info.whole] == [1, 2]
+    (incident,) = events(run.storage, Event.INCIDENT)
+    assert "divergence-step-00000003" in incident.fields["id"]
+
+
 TRAIN = """
 import sys
 from pathlib import Path
