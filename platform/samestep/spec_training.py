@@ -69,10 +69,28 @@ class Checkpoint(Part):
         description="commit a checkpoint every so many steps; 0: only at stops and at the end",
         json_schema_extra=FREE,
     )
+    every_seconds: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "commit a checkpoint when so many seconds have passed since the last one began, by "
+            "worker 0's clock; beside every_steps; 0: not by time"
+        ),
+        json_schema_extra=FREE,
+    )
     keep: int = Field(
         3,
         ge=1,
         description="newest whole checkpoints to keep; the best one stays beside them",
+        json_schema_extra=FREE,
+    )
+    snapshot_every: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description=(
+            "copy the state into the nodes' shared memory (at most three times its size on each) "
+            "every so many steps, for when all workers die at once; auto: as often as slows "
+            "training by no more than 1 %; 0: never"
+        ),
         json_schema_extra=FREE,
     )
     best: Best = Field(default_factory=Best, json_schema_extra=FREE)
@@ -183,5 +201,13 @@ def source_uri(init_from: InitFrom, storage: str) -> str | None:
     if path is None or "://" in path:
         return path
     if "/" not in path and path not in (".", ".."):
-        path = f"{storage.rstrip('/')}/{path}"
+        path = below(storage, path)
     return path if "://" in path else str(Path(path).absolute())
+
+
+def below(storage: str, name: str) -> str:
+    """What `name` is called inside a folder given by path or URI; options of a URI stay last."""
+    if "://" not in storage:
+        return f"{storage.rstrip('/')}/{name}"
+    folder, mark, options = storage.partition("?")
+    return f"{folder.rstrip('/')}/{name}{mark}{options}"

@@ -1,6 +1,6 @@
 """Step times against stock DistributedDataParallel, and what the exact reduction takes.
 
-    make bench                                     all but telemetry, under 30 minutes on two cores
+    make bench                                     the first four, under 30 minutes on two cores
     make bench ARGS=--quick                        everything, a few minutes, to see that it works
     make bench ARGS="--parts steps --models mlp"   a part of it
 
@@ -21,6 +21,10 @@ without the latter page faults make one engine or another slower, by chance, in 
                   stock nn.DataParallel
     telemetry     (only when asked for by --parts) chargpt through Ray with MLflow and Prometheus
                   off, on, and with a server that never answers
+    checkpoints   (only when asked for by --parts) how long a save of 200 MB holds training up with
+                  1 and 2 workers, over torch.save of the same state to the same disk (TMPDIR
+                  chooses it), with PyTorch's async_save beside it; and step times while a
+                  checkpoint is written
 """
 
 from __future__ import annotations
@@ -38,8 +42,9 @@ from typing import Any
 import torch
 from launches import LaunchError, launch
 from models import MODELS
-from ratios import step_rows
+from ratios import save_rows, step_rows
 from report import (
+    print_checkpoints,
     print_counts,
     print_dataparallel,
     print_profile,
@@ -51,7 +56,7 @@ from whole_runs import telemetry_rows, telemetry_times
 
 BASES = ("plain, default flags", "plain, bucket view")
 DEFAULT_PARTS = ("steps", "profile", "counts", "dataparallel")
-PARTS = (*DEFAULT_PARTS, "telemetry")
+PARTS = (*DEFAULT_PARTS, "telemetry", "checkpoints")
 
 # By number of workers, numbers of shards: powers of two and others, aligned and not.
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
@@ -62,6 +67,8 @@ PROFILE_ROUNDS = 20
 NOT_JUDGED = 3
 TELEMETRY_ROUNDS = 5
 TELEMETRY_STEPS = 150
+CHECKPOINT_WORKERS = (1, 2)
+CHECKPOINT_ROUNDS = 10
 
 QUICK = {"launches": 1, "rounds": 10}
 
@@ -85,6 +92,7 @@ class Bench:
             "counts": self._counts,
             "dataparallel": self._dataparallel,
             "telemetry": self._telemetry,
+            "checkpoints": self._checkpoints,
         }
         for name in self._options.parts:
             parts[name]()
@@ -171,6 +179,20 @@ class Bench:
         )
         self.found["telemetry"] = telemetry_rows(times)
         print_telemetry(self._console, self.found["telemetry"], workers=self._options.workers)
+
+    def _checkpoints(self) -> None:
+        self.found["checkpoints"] = []
+        for workers in CHECKPOINT_WORKERS:
+            task = {
+                "kind": "checkpoints",
+                "model": "mlp",
+                "rounds": min(self._options.rounds, CHECKPOINT_ROUNDS),
+                "folder": None,
+            }
+            launches = [self._launch(task, workers=workers) for _ in range(self._options.launches)]
+            found = {**task, "workers": workers, **save_rows(launches), "launches_s": launches}
+            self.found["checkpoints"].append(found)
+            print_checkpoints(self._console, found)
 
 
 def main() -> int:

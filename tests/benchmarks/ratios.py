@@ -78,3 +78,35 @@ def step_rows(launches: Sequence[dict[str, Times]], bases: Sequence[str]) -> lis
         }
         for name in wall[0]
     ]
+
+
+def save_rows(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of each launch's saves, and what holds training up over `torch.save`.
+
+    Args:
+        launches: of each, seconds by what they are of: `held_up_s`, `torch_save_s`,
+            `async_save_s`, `step_s` and `step_while_writing_s`; and `state_bytes`.
+    """
+
+    def medians(name: str) -> list[float]:
+        return [statistics.median(launch[name]) for launch in launches]
+
+    def over(name: str, base: str) -> dict[str, float]:
+        pairs = zip(medians(name), medians(base), strict=True)
+        return spread([a / b for a, b in pairs]).to_json()
+
+    kinds = ("held_up_s", "torch_save_s", "async_save_s", "step_s", "step_while_writing_s")
+    is_seen = all(launch["step_while_writing_s"] for launch in launches)
+    return {
+        "state_bytes": launches[0]["state_bytes"],
+        "times_ms": {
+            name.removesuffix("_s"): spread([1000 * t for t in medians(name)]).to_json()
+            for name in kinds
+            if is_seen or name != "step_while_writing_s"
+        },
+        "held_up_over_torch_save": over("held_up_s", "torch_save_s"),
+        "async_save_over_torch_save": over("async_save_s", "torch_save_s"),
+        "step_while_writing_over_step": (
+            over("step_while_writing_s", "step_s") if is_seen else None
+        ),
+    }

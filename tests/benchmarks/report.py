@@ -11,6 +11,7 @@ from rich.table import Table
 
 TARGET = 1.05
 AIM = 1.02
+HELD_UP_TARGETS = {1: 0.2, 2: 0.1}
 
 
 def print_steps(console: Console, found: Mapping[str, Any], bases: Sequence[str]) -> None:
@@ -121,6 +122,29 @@ def print_telemetry(console: Console, found: Iterable[Mapping[str, Any]], *, wor
 
 def _of(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(values), min(values), max(values)
+
+
+def print_checkpoints(console: Console, found: Mapping[str, Any]) -> None:
+    """What a save costs the training."""
+    table = _table(
+        f"saves of {found['state_bytes'] / 1e6:.0f} MB, {found['workers']} workers",
+        "",
+        "ms",
+    )
+    for name, times in found["times_ms"].items():
+        table.add_row(name.replace("_", " "), spread_text(times, digits=1))
+    console.print(table)
+    held, target = found["held_up_over_torch_save"], HELD_UP_TARGETS[found["workers"]]
+    told = f"training is held up {spread_text(held)} of torch.save's time, at most {target} is "
+    console.print(told + ("reached" if held["median"] <= target else "MISSED"))
+    console.print(f"async_save holds up {spread_text(found['async_save_over_torch_save'])} of it")
+    ratio = found["step_while_writing_over_step"]
+    if ratio is None:
+        console.print("no step fell into the time of a write")
+        return
+    told = f"a step while a checkpoint is written takes {spread_text(ratio)} of a normal one, at "
+    said = "reached" if ratio["median"] <= TARGET else "MISSED"
+    console.print(f"{told}most {TARGET} is {said}")
 
 
 def spread_text(spread: Mapping[str, float], *, digits: int = 3) -> str:

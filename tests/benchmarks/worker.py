@@ -19,6 +19,7 @@ from contenders import CPU, Batches, Contender, Samestep, plain_ddp
 from gpus import gpu_contenders
 from models import MODELS, Model
 from rounds import WARM_UP_ROUNDS, alternate
+from saves import checkpoints
 from stopwatch import watch
 from torch import Tensor
 
@@ -148,6 +149,7 @@ TASKS: dict[str, Callable[[Task], Any]] = {
     "profile": profile,
     "counts": counts,
     "dataparallel": dataparallel,
+    "checkpoints": checkpoints,
 }
 
 

@@ -105,6 +105,11 @@ class Layout:
         return copied.copy_(source.detach())
 
 
+def storable_dtype(name: str) -> torch.dtype:
+    """The dtype of that name (without "torch."), one of those that files can hold."""
+    return _STORABLE[name]
+
+
 def to_stored(tensor: Tensor) -> Tensor:
     """The tensor as files hold it: on the CPU, in C order, of the same shape.
 

@@ -20,8 +20,12 @@ from samestep.checkpoint.ranking import Ranking
 from samestep.errors import CheckpointError
 from samestep.exact.digest import pack_float, unpack_float
 
-FORMAT: Final = 1
-"""Version of the manifest, of the values file and of how tensors are named and stored."""
+FORMAT: Final = 2
+"""Version of the manifest, of the values file and of how tensors are named and stored.
+
+Since 2 a tensor may be cut into pieces, each in a file of its own.
+"""
+READABLE_FORMATS: Final = (1, 2)
 
 _STEP_NAME: Final = re.compile(re.escape(names.CHECKPOINT_PREFIX) + r"(\d{8,})")
 
@@ -59,11 +63,49 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorEntry:
-    """In which file a tensor lies, and how it lay in memory."""
+class PieceEntry:
+    """Elements `start` to `stop` of a tensor, in C order; in `file`, as a 1-dim tensor."""
 
     file: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """In which file a tensor lies, and how it lay in memory.
+
+    Attributes:
+        layout: dtype, shape and strides of the live tensor.
+        file: that has all of it; empty where it is cut.
+        pieces: of one that is cut, in order.
+    """
+
     layout: Layout
+    file: str = ""
+    pieces: tuple[PieceEntry, ...] = ()
+
+    @property
+    def files(self) -> list[str]:
+        """The files it lies in."""
+        return [self.file] if self.file else [piece.file for piece in self.pieces]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; only what there is."""
+        pieces = [asdict(piece) for piece in self.pieces]
+        where: dict[str, Any] = {"file": self.file} if self.file else {"pieces": pieces}
+        return {**where, **asdict(self.layout)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorEntry:
+        """Inverse of `to_json`."""
+        return cls(
+            layout=Layout(
+                dtype=data["dtype"], shape=tuple(data["shape"]), strides=tuple(data["strides"])
+            ),
+            file=data.get("file", ""),
+            pieces=tuple(PieceEntry(**piece) for piece in data.get("pieces", ())),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +146,7 @@ class Manifest:
             "numerics": dict(self.meta.numerics),
             "spec": dict(self.meta.spec),
             "files": {name: asdict(entry) for name, entry in self.files.items()},
-            "tensors": {
-                name: {"file": entry.file, **asdict(entry.layout)}
-                for name, entry in self.tensors.items()
-            },
+            "tensors": {name: entry.to_json() for name, entry in self.tensors.items()},
         }
         try:
             return json.dumps({**body, "sha256": _hash(body)}, indent=1, allow_nan=False) + "\n"
@@ -129,10 +168,11 @@ class Manifest:
             raise CheckpointError(f"not UTF-8: {error}") from error
         if not isinstance(data, dict):
             raise CheckpointError(f"a manifest is an object, got {type(data).__name__}")
-        if data.get("format") != FORMAT:
+        if data.get("format") not in READABLE_FORMATS:
+            known = ", ".join(map(str, READABLE_FORMATS))
             raise CheckpointError(
-                f"format {data.get('format')!r}; this version of samestep reads format {FORMAT}: "
-                "use the version of samestep that wrote it"
+                f"format {data.get('format')!r}; this version of samestep reads the formats "
+                f"{known}: use the version of samestep that wrote it"
             )
         if data.pop("sha256", None) != _hash(data):
             raise CheckpointError("its own hash does not fit its content")
@@ -146,17 +186,7 @@ class Manifest:
         return cls(
             step=data["step"],
             files={name: FileEntry(**entry) for name, entry in data["files"].items()},
-            tensors={
-                name: TensorEntry(
-                    file=entry["file"],
-                    layout=Layout(
-                        dtype=entry["dtype"],
-                        shape=tuple(entry["shape"]),
-                        strides=tuple(entry["strides"]),
-                    ),
-                )
-                for name, entry in data["tensors"].items()
-            },
+            tensors={name: TensorEntry.from_json(item) for name, item in data["tensors"].items()},
             digest=data["digest"],
             meta=CheckpointMeta(
                 numerics=data["numerics"],

@@ -34,3 +34,20 @@ def apply_retention(run: Storage, keep: int, protect: Collection[int] = ()) -> l
         checkpoints.delete(f"{step_name(step)}/{names.MANIFEST_FILE}")
         checkpoints.delete(step_name(step))
     return gone
+
+
+def clear_unfinished(run: Storage, before_step: int) -> list[int]:
+    """Deletes what saves of earlier steps left that never became checkpoints.
+
+    For whoever commits, when a later one is real: a worker that was killed in the middle of a
+    save leaves its files, and nobody else would take them away.
+
+    Returns:
+        The steps whose remains were deleted.
+    """
+    gone = [
+        info.step for info in list_checkpoints(run) if not info.whole and info.step < before_step
+    ]
+    for step in gone:
+        run.child(names.CHECKPOINTS_DIR).delete(step_name(step))
+    return gone

@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,12 +166,16 @@ class Storage:
         Who reads meanwhile sees the old content or the new one. Where local, the data is on
         disk when this returns.
         """
+        self.write_chunks(name, [data])
+
+    def write_chunks(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """As `write`, for content that comes in parts, one after another."""
         path = self._path(name)
         with _explained("write", path):
             if not self.is_local:
-                self._write_remote(path, data)
+                self._write_remote(path, chunks)
                 return
-            temporary = _write_temporary(path, data)
+            temporary = _write_temporary(path, chunks)
             try:
                 os.replace(temporary, path)
             except OSError:
@@ -204,9 +208,9 @@ class Storage:
             if not self.is_local:
                 if self._info(path).type != fs.FileType.NotFound:
                     return False
-                self._write_remote(path, data)
+                self._write_remote(path, [data])
                 return True
-            temporary = _write_temporary(path, data)
+            temporary = _write_temporary(path, [data])
             try:
                 os.link(temporary, path)  # unlike O_EXCL: never visible without its content
             except FileExistsError:
@@ -276,10 +280,11 @@ class Storage:
         if self.filesystem.type_name not in ("s3", "gcs"):  # those have no folders to make
             self.filesystem.create_dir(os.path.dirname(path), recursive=True)
 
-    def _write_remote(self, path: str, data: bytes | memoryview) -> None:
+    def _write_remote(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         self._make_parents(path)
         with self.filesystem.open_output_stream(path) as stream:
-            stream.write(data)
+            for chunk in chunks:
+                stream.write(chunk)
 
     def _delete_remote(self, path: str) -> None:
         kind = self._info(path).type
@@ -293,13 +298,14 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(_TEMPORARY)
 
 
-def _write_temporary(path: str, data: bytes | memoryview) -> str:
+def _write_temporary(path: str, chunks: Iterable[bytes | memoryview]) -> str:
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            for chunk in chunks:
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
     except OSError:

@@ -10,7 +10,8 @@ from typer.core import TyperGroup
 
 COMMANDS: Final = (
     *("init", "check", "train", "evaluate", "drill"),
-    *("runs", "show", "logs", "incidents", "compare", "digest", "samples", "rm"),
+    *("runs", "show", "logs", "incidents", "checkpoints", "compare", "digest", "samples"),
+    *("export", "rm"),
 )
 
 

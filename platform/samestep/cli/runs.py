@@ -13,13 +13,13 @@ from rich.text import Text
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import RUNS
+from samestep.cli.units import age_text, size_text
 from samestep.cli.wide import print_whole
 from samestep.errors import InputError
 from samestep.names import SPEC_FILE
 from samestep.replay.listing import RunLine, list_runs
 
 _STYLE = {"done": "green", "running": "cyan", "starting": "cyan", "interrupted": "yellow"}
-_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 
 
 @handles_errors
@@ -67,22 +67,11 @@ def _table(found: list[RunLine], now_s: float) -> Table:
             "-" if line.loss is None else f"{line.loss:.4g}",
             Text(evaluation or "-"),
             Text(_best(line.best)),
-            "-" if line.started_s is None else _age(now_s - line.started_s),
-            _size(line.num_bytes),
+            "-" if line.started_s is None else age_text(now_s - line.started_s),
+            size_text(line.num_bytes),
         )
     return table
 
 
 def _best(best: dict[str, Any] | None) -> str:
     return "-" if best is None else f"{best['metric']} {best['score']:.4g} at {best['step']}"
-
-
-def _age(seconds: float) -> str:
-    for unit, length_s in _UNITS:
-        if seconds >= length_s:
-            return f"{seconds / length_s:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def _size(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"

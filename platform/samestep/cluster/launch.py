@@ -6,15 +6,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from samestep.checkpoint import shared_memory
 from samestep.checkpoint.storage import Storage
 from samestep.errors import ExitStatus, RunConflictError, SpecError, StorageError
 from samestep.names import SPEC_FILE, Env, RunState
 from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields
-from samestep.spec_training import source_uri
+from samestep.spec_training import below, source_uri
 from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.link import Target
@@ -118,7 +119,7 @@ def train(
         if followed is not None:
             return followed
     if restart and run.list():
-        _set_aside(run, name, spec)
+        _set_aside(run, name)
     plan = plan_sinks(spec, run.uri, workload_folder=search[0])
     finished = _finished(run, name, spec)
     if finished is not None:
@@ -145,6 +146,8 @@ def train(
         from samestep.cluster.ray_run import run_on_ray
 
         result = run_on_ray(order, observer)
+    # What is in another node's shared memory its own workers remove, or the next start there.
+    shared_memory.remove(run.uri)
     return _outcome(run, name, result)
 
 
@@ -157,7 +160,7 @@ def run_uri(spec: JobSpec, name: str) -> str:
     """
     storage = spec.storage
     if "://" in storage:
-        return f"{storage.rstrip('/')}/{name}"
+        return below(storage, name)
     if not os.path.isabs(storage) and os.environ.get(Env.RAY_JOB_CONFIG):
         raise StorageError(
             f"storage {storage!r} is relative, and the working directory of a submitted Ray job is "
@@ -267,12 +270,13 @@ def _is_less(spec: JobSpec, before: JobSpec) -> bool:
     return False
 
 
-def _set_aside(run: Storage, name: str, spec: JobSpec) -> None:
-    parent = Storage.at(run_uri(spec, name).rpartition("/")[0])
+def _set_aside(run: Storage, name: str) -> None:
+    parent = replace(run, root=run.root.rpartition("/")[0])
     number = 1
     while parent.exists(f"{name}.replaced-{number}"):
         number += 1
     parent.rename(name, f"{name}.replaced-{number}")
+    shared_memory.remove(run.uri)
     logger.warning("run=%s started over; the run before is %s.replaced-%d", name, name, number)
 
 

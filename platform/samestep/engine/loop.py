@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from samestep.checkpoint.manifest import CheckpointMeta
-from samestep.checkpoint.state import State, collect, state_sha256
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import write_files
 from samestep.engine.appraisal import Appraisal
 from samestep.engine.ema import averages_in
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.flag import Flag
 from samestep.engine.hooks import Hooks
+from samestep.engine.keeping import SAVE_FLAG, Keeping
 from samestep.engine.peers import Peers
 from samestep.engine.recording import Recording, step_record, values_of
 from samestep.engine.resume import Saved
@@ -30,18 +27,18 @@ from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
 from samestep.engine.update import apply_update
-from samestep.errors import DivergenceError, ExitStatus, PeerLostError
+from samestep.errors import ExitStatus, PeerLostError
 from samestep.exact import numerics
-from samestep.exact.digest import live_digest
 from samestep.faults.progress import Phase, Progress
 from samestep.names import Event
-from samestep.spec import JobSpec, bits_part
+from samestep.spec import JobSpec
 from samestep.telemetry.link import Link, Target
 from samestep.workload import Values, Workload
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 120.0
+LAST_SAVE_S = 10.0
+"""How long a save under way is waited for when training ends with an error."""
 
 
 class Loop:
@@ -75,7 +72,6 @@ class Loop:
         self._engine = engine
         self._feed = feed
         self._peers = peers
-        self._run = run
         self._target = target
         self._link = link
         self._attempt = attempt
@@ -89,8 +85,6 @@ class Loop:
         self._values = Values(**start.rest.values) if start.rest.values else None
         self._wants = wants
         self._recording = Recording(link, attempt)
-        self._nominal_weight = start.nominal_weight
-        self._numerics = fingerprint
         self._on_step = on_step
         self._progress = progress
         self._device = engine.main.device
@@ -104,8 +98,21 @@ class Loop:
         self._hooks = Hooks(built.workload, seed=spec.seed, device=self._device)
         self._evaluation = start.rest.evaluation
         self._evaluated_at = start.step if start.rest.evaluation is not None else -1
-        self._committed = (start.step, start.digest or "") if start.rest.committed else None
         self._data_wait_s = 0.0
+        self._flag = 0
+        self._keeping = Keeping(
+            spec=spec,
+            built=built,
+            appraisal=self._appraisal,
+            evaluation=lambda: self._evaluation_here,
+            peers=peers,
+            run=run,
+            target=target,
+            link=link,
+            attempt=attempt,
+            start=start,
+            fingerprint=fingerprint,
+        )
         has_own = type(built.workload).before_step is not Workload.before_step
         model = built.parts.model
         self._touched = [*model.parameters(), *model.buffers()] if has_own else []
@@ -116,8 +123,20 @@ class Loop:
         Returns:
             False when the workers parked instead: the run goes on in another group.
         """
-        if self._spec.init_from.path is not None and self._start.source is None:
-            self._checkpoint()  # a resume needs the source no more, whatever becomes of it
+        try:
+            ended = self._train()
+        except PeerLostError:
+            # Its part will not come. What lies in shared memory is for the next attempt.
+            self._keeping.close(wait_s=0, keep_images=True)
+            raise
+        except BaseException:
+            self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
+            raise
+        self._keeping.close(wait_s=0 if ended else LAST_SAVE_S, keep_images=not ended)
+        return ended
+
+    def _train(self) -> bool:
+        self._keeping.begin()
         end_step, flag = self._built.end_step, Flag.GO_ON
         self._settle()
         while self._step < end_step and not flag and self._appraisal.stop_reason is None:
@@ -127,11 +146,11 @@ class Loop:
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
             if flag is Flag.PARK_AND_SAVE:
-                self._checkpoint()
+                self._keeping.end(self._step)
             return False
         if done:
             self._evaluate()
-        self._checkpoint()
+        self._keeping.end(self._step)
         self._progress.at(Phase.ENDING, step=self._step)
         self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
@@ -149,12 +168,11 @@ class Loop:
             evaluation=self._evaluation_here,
             is_best=self._is_best,
             best=self._appraisal.best,
-            committed=self._committed is not None and self._committed[0] == self._step,
         )
         return Held(
             run_uri=run_uri,
             attempt=self._attempt,
-            state=self._state({HELD_KEY: rest.to_extras()}),
+            state=self._keeping.state(self._step, {HELD_KEY: rest.to_extras()}),
             built=self._built,
             records=self._recording.rest(),
         )
@@ -176,18 +194,14 @@ class Loop:
                 self._hooks.on_epoch(self._values, self._evaluation_here)
             self._stage = Stage.EPOCH_TOLD
         if self._stage < Stage.SETTLED:
-            every = self._spec.checkpoint.every_steps
-            is_due = every and self._step % every == 0 and self._step < self._built.end_step
-            if self._is_best or is_due:
-                self._checkpoint()
+            if self._step < self._built.end_step:
+                self._progress.at(Phase.CHECKPOINT, step=self._step)
+                self._keeping.after_step(self._step, flag=self._flag, is_best=self._is_best)
             self._stage = Stage.SETTLED
 
     def _finish(self, done: bool) -> None:
         if self._link is None:
             return
-        assert self._committed is not None
-        # Whoever goes on from a survivor's state may not know what the one before committed.
-        digest = self._committed[1] or state_sha256(self._state())
         appraisal = self._appraisal
         if appraisal.warning is not None:
             self._target.call("say", appraisal.warning)
@@ -208,7 +222,7 @@ class Loop:
                 "status": "done" if done else "interrupted",
                 "reason": reason,
                 "step": self._step,
-                "digest": digest,
+                "digest": self._keeping.digest,
                 "evaluation": self._evaluation,
                 "best": appraisal.best_as_json(),
                 "exit_status": int(ExitStatus.DONE if done else ExitStatus.INTERRUPTED),
@@ -240,6 +254,7 @@ class Loop:
             step, plans, self._take, self._wanted(), self._recording.delivered
         )
         self._progress.at(Phase.UPDATE, step=step)
+        self._keeping.after_exchange()
         self._computing = self._whole = False  # only an update that is through gives a whole state
         updated = apply_update(
             spec,
@@ -258,13 +273,15 @@ class Loop:
         digest = None
         try:
             if spec.digest_every and self._step % spec.digest_every == 0:
-                digest = self._agreed_digest()
+                self._progress.at(Phase.CHECKPOINT, step=self._step)
+                digest = self._keeping.agreed_digest(self._step)
         except PeerLostError:
             # The step is taken, whoever is gone: another attempt goes on behind it.
             self._record(ids, reduced, None, started)
             raise
         self._record(ids, reduced, digest, started)
-        return Flag(reduced.flag)
+        self._flag = reduced.flag
+        return Flag(reduced.flag % SAVE_FLAG)
 
     def _before_step(self) -> None:
         self._progress.at(Phase.BEFORE_STEP, step=self._step)
@@ -278,9 +295,10 @@ class Loop:
                 self._whole = versions == [tensor._version for tensor in self._touched]
 
     def _wanted(self) -> int:
-        if self._link is not None and self._link.stop_requested:
-            return Flag.STOP
-        return self._wants()
+        if self._link is None:
+            return self._wants()
+        wanted = Flag.STOP if self._link.stop_requested else self._wants()
+        return int(wanted) + self._keeping.flag
 
     def _schedule_due(self, num_steps: int) -> bool:
         schedule = self._built.schedule
@@ -336,64 +354,3 @@ class Loop:
     @property
     def _evaluation_here(self) -> dict[str, float] | None:
         return self._evaluation if self._evaluated_at == self._step else None
-
-    def _agreed_digest(self) -> str:
-        """Digest of the live state, equal on all workers (of the exact reduction)."""
-        state = collect(self._built.parts, step=self._step, extras={})
-        digest = live_digest(state.tensors)
-        self._progress.at(Phase.CHECKPOINT, step=self._step)
-        if self._spec.reduction == "fast":
-            # Stock DDP lets buffers differ between workers until worker 0's go round at the next
-            # forward; worker 0's are those that a checkpoint holds.
-            return str(digest)
-        everyone = self._peers.gather(digest)()
-        if len(set(everyone)) > 1:
-            common = max(sorted(set(everyone)), key=everyone.count)
-            odd = [str(rank) for rank, other in enumerate(everyone) if other != common]
-            raise DivergenceError(
-                f"the state after {self._step} steps differs between workers; odd ones out: "
-                f"worker {', '.join(odd)} (digests {everyone}). Nothing of it is committed: "
-                "either something outside the contract changed the model (samestep check names "
-                "suspects) or a machine computes wrongly"
-            )
-        return str(digest)
-
-    def _checkpoint(self) -> None:
-        if self._committed is not None and self._committed[0] == self._step:
-            return
-        self._agreed_digest()
-        if self._link is not None:
-            state = self._state()
-            self._link.flush(FLUSH_S)
-            if self._link.divergence is not None:
-                raise DivergenceError(self._link.divergence)
-            manifest = write_files(
-                self._run,
-                state,
-                CheckpointMeta(
-                    numerics=self._numerics,
-                    spec=bits_part(self._spec),
-                    created_s=time.time(),
-                    evaluation=self._evaluation_here or {},
-                    ranking=self._appraisal.ranking,
-                ),
-            )
-            self._target.call(
-                "commit", self._attempt, manifest.to_json(), self._spec.checkpoint.keep
-            )
-            self._committed = (self._step, manifest.digest)
-        else:
-            self._committed = (self._step, "")
-
-    def _state(self, more: Mapping[str, Any] = MappingProxyType({})) -> State:
-        return collect(
-            self._built.parts,
-            step=self._step,
-            extras={
-                "nominal_weight": self._nominal_weight,
-                "dataset_size": self._built.dataset_size,
-                "steps_per_epoch": self._built.order.steps_per_epoch,
-                **self._appraisal.state,
-                **more,
-            },
-        )

@@ -6,6 +6,7 @@ to be asked. A survivor's state is sent to those that lack it over the process g
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -14,9 +15,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from samestep.checkpoint import snapshot
 from samestep.checkpoint.ranking import Ranking
 from samestep.checkpoint.reading import (
     best_of,
+    committed_digest,
     list_checkpoints,
     load_checkpoint,
     newest_whole,
@@ -35,6 +38,8 @@ from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Target
+
+logger = logging.getLogger(__name__)
 
 SETTLED = Rest(stage=Stage.SETTLED, begun=False)
 
@@ -102,7 +107,7 @@ class Saved:
         step: steps taken so far.
         nominal_weight: of the run's shards, if it is known yet.
         source: where the state came from; None at the start of a run.
-        digest: of the checkpoint that was restored; None for any other source.
+        digest: of the checkpoint of this very state; None where there is none.
         early_stop: the count of evaluations without improvement, as the state has it.
         rest: where between two updates the state was taken.
     """
@@ -140,7 +145,12 @@ class Resumption:
         self._peers = peers
         self._target = target
         self._attempt = int(status["attempt"])
-        self._held = self._usable(survivor.held(run.uri), int(status["step"]))
+        num_steps = int(status["step"])
+        self._held = self._usable(survivor.held(run.uri), num_steps)
+        self._held_in = Source.SURVIVOR
+        if self._held is None:
+            self._held = self._usable(self._from_snapshot(), num_steps)
+            self._held_in = Source.SNAPSHOT
         self._choice = Choice(offer=None)
         self._loaded: tuple[State, str] | None = None
         self._best_so_far: Best | None = None
@@ -159,9 +169,11 @@ class Resumption:
         everyone = self._told({"offers": [vars(offer) for offer in self._offers()]})
         offers = [[_offer(data) for data in told["offers"]] for told in everyone]
         self._choice = choose(offers)
-        if self._choice.offer is None or self._choice.offer.kind is not Source.SURVIVOR:
+        if self._choice.offer is None or self._choice.offer.kind is Source.CHECKPOINT:
             self._choose_checkpoint()
             return
+        if self._choice.offer.kind is Source.SNAPSHOT:
+            self._choose_best()
         if self._peers.world_rank == self._choice.holders[0]:
             assert self._held is not None
             held = self._held
@@ -186,9 +198,12 @@ class Resumption:
         if offer is None:
             return Saved(step=0, nominal_weight=None)
         digest: str | None = None
-        if offer.kind is Source.SURVIVOR:
+        if offer.kind is not Source.CHECKPOINT:
             own = self._held.state if self._holds_choice and self._held is not None else None
             state = hand_over(own, holders=self._choice.holders, peers=self._peers)
+            # One worker looks for all: what was committed last, another may not have been told.
+            found = committed_digest(self._run, offer.step) if self._peers.world_rank == 0 else None
+            digest = self._peers.gather(found)()[0]
         else:
             if self._loaded is None:
                 loaded, manifest = load_checkpoint(self._run, offer.step)
@@ -204,13 +219,11 @@ class Resumption:
         if self.built() is None:
             restore(state, built.parts)
             self._restored = state
-        best = self._best_so_far
-        rest = (
-            Rest.from_extras(extras[HELD_KEY])
-            if offer.kind is Source.SURVIVOR
-            # A checkpoint at step 0 was taken after before_step(0).
-            else Rest(stage=Stage.SETTLED, begun=state.step == 0, best=best, committed=True)
-        )
+        if offer.kind is Source.SURVIVOR:
+            rest = Rest.from_extras(extras[HELD_KEY])
+        else:
+            # One at step 0 was taken after before_step(0).
+            rest = Rest(stage=Stage.SETTLED, begun=state.step == 0, best=self._best_so_far)
         return Saved(
             step=state.step,
             nominal_weight=extras["nominal_weight"],
@@ -250,12 +263,32 @@ class Resumption:
             return None
         return held
 
+    def _from_snapshot(self) -> Held | None:
+        """The newest snapshot in this node's shared memory, as if this process had held it."""
+        for step in snapshot.steps(self._run.uri):
+            try:
+                loaded = snapshot.load(self._run.uri, step)
+            except CheckpointError as error:
+                logger.warning("attempt=%d %s", self._attempt, error)
+                continue
+            if loaded.attempt > self._attempt:
+                continue  # of a run of this name that was started over since
+            loaded.state.extras[HELD_KEY] = SETTLED.to_extras()
+            return Held(
+                run_uri=self._run.uri,
+                attempt=loaded.attempt,
+                state=loaded.state,
+                built=None,
+                records=tuple(loaded.records),
+            )
+        return None
+
     @property
     def _holds_choice(self) -> bool:
         offer = self._choice.offer
         return (
             offer is not None
-            and offer.kind is Source.SURVIVOR
+            and offer.kind is not Source.CHECKPOINT
             and self._peers.world_rank in self._choice.holders
         )
 
@@ -264,7 +297,7 @@ class Resumption:
         if self._held is not None:
             step, stage = self._held.age
             offers.append(
-                Offer(kind=Source.SURVIVOR, step=step, stage=stage, attempt=self._held.attempt)
+                Offer(kind=self._held_in, step=step, stage=stage, attempt=self._held.attempt)
             )
         if self._peers.world_rank == 0:
             steps = [info.step for info in list_checkpoints(self._run) if info.whole]
@@ -308,8 +341,22 @@ class Resumption:
         step = told["step"]
         offer = None if step is None else Offer(kind=Source.CHECKPOINT, step=step)
         self._choice = Choice(offer=offer, holders=(0,))
-        if told["best"]:
-            self._best_so_far = (int(told["best"][0]), float(told["best"][1]))
+        self._take_best(told["best"])
+
+    def _choose_best(self) -> None:
+        """A snapshot does not hold which checkpoint is the best so far."""
+        offer, message = self._choice.offer, dict[str, Any]()
+        assert offer is not None
+
+        def look() -> None:
+            message["best"] = self._best(offer.step)
+
+        told = self._told(message, look if self._peers.world_rank == 0 else lambda: None)[0]
+        self._take_best(told["best"])
+
+    def _take_best(self, told: Sequence[float] | None) -> None:
+        if told:
+            self._best_so_far = (int(told[0]), float(told[1]))
 
     def _best(self, step: int) -> Best | None:
         """The best checkpoint up to the one restored, by what the job ranks by now."""

@@ -43,7 +43,6 @@ class Rest:
         evaluation: metrics after the last step; None without an evaluation there.
         is_best: that evaluation was the best so far.
         best: (steps before the best checkpoint, its score).
-        committed: the state was committed as a checkpoint.
     """
 
     stage: Stage
@@ -52,7 +51,6 @@ class Rest:
     evaluation: dict[str, float] | None = None
     is_best: bool = False
     best: tuple[int, float] | None = None
-    committed: bool = False
 
     def to_extras(self) -> dict[str, Any]:
         """As typed values."""

@@ -62,8 +62,7 @@ def sha256_state(tensors: Mapping[str, Tensor], values_json: str) -> str:
     """
     digest = hashlib.sha256()
     _feed(digest, tensors)
-    digest.update(b'["values"]\n')
-    digest.update(values_json.encode("utf-8"))
+    digest.update(values_tail(values_json))
     return digest.hexdigest()
 
 
@@ -79,6 +78,18 @@ def ids_digest(shards: Sequence[Sequence[int]]) -> str:
         digest.update(np.int64(len(ids)).tobytes())
         digest.update(np.asarray(ids, dtype="<i8").tobytes())
     return digest.hexdigest()
+
+
+def divergence_text(step: int, digests: Sequence[str]) -> str:
+    """What is said of workers whose digests of the state differ, given by world rank."""
+    common = max(sorted(set(digests)), key=digests.count)
+    odd = [str(rank) for rank, other in enumerate(digests) if other != common]
+    return (
+        f"the state after {step} steps differs between workers; odd ones out: worker "
+        f"{', '.join(odd)} (digests {list(digests)}). Nothing of it is committed: either something "
+        "outside the contract changed the model (samestep check names suspects) or a machine "
+        "computes wrongly"
+    )
 
 
 def canonical_float_hex(value: float) -> str:
@@ -126,6 +137,21 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return dense.reshape(-1).view(torch.uint8).numpy()
 
 
+def tensor_header(name: str, tensor: Tensor) -> str:
+    """What the canonical form has before the elements of a tensor."""
+    return layout_header(name, str(tensor.dtype).removeprefix("torch."), tensor.shape)
+
+
+def layout_header(name: str, dtype: str, shape: Sequence[int]) -> str:
+    """The same, where the tensor itself is not at hand."""
+    return json.dumps([name, dtype, list(shape)], separators=(",", ":")) + "\n"
+
+
+def values_tail(values_json: str) -> bytes:
+    """What the canonical form has behind the last tensor."""
+    return b'["values"]\n' + values_json.encode("utf-8")
+
+
 def _feed(digest: _Hash, tensors: Mapping[str, Tensor]) -> None:
     import torch
 
@@ -136,7 +162,5 @@ def _feed(digest: _Hash, tensors: Mapping[str, Tensor]) -> None:
                 f"can't digest {name}: layout {tensor.layout} on device {tensor.device}; only "
                 "dense tensors can be compared bit by bit: use tensor.to_dense()"
             )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        header = json.dumps([name, dtype, list(tensor.shape)], separators=(",", ":"))
-        digest.update(header.encode("ascii") + b"\n")
+        digest.update(tensor_header(name, tensor).encode("ascii"))
         digest.update(tensor_bytes(tensor))

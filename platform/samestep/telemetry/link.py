@@ -193,6 +193,11 @@ class Link:
                 self._queue.append(data)
                 self._num_recorded += 1
 
+    def undelivered(self) -> list[Mapping[str, Any]]:
+        """The records that the recorder has not acknowledged, in order."""
+        with self._changed:
+            return [*self._batch, *self._queue]
+
     def flush(self, timeout_s: float | None = None) -> None:
         """Waits until everything recorded so far is in the ledger.
 

@@ -13,11 +13,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Final
 
 from samestep.checkpoint.manifest import Manifest
-from samestep.checkpoint.retention import apply_retention
+from samestep.checkpoint.retention import apply_retention, clear_unfinished
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import commit
 from samestep.errors import DivergenceError, RecorderError, StorageError
@@ -32,6 +33,7 @@ from samestep.telemetry.intake import Intake
 from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
 from samestep.telemetry.past import read_past
 from samestep.telemetry.records import StepRecord
+from samestep.telemetry.saves import Part, Saves
 from samestep.telemetry.sink import RunInfo, Sink
 from samestep.telemetry.stalls import Stalls
 
@@ -95,6 +97,9 @@ class Recorder:
                 clock=clock,
                 announce=self._announce,
             )
+            self._saves = Saves(
+                self._run, commit=self._commit, say=self._board.say, incident=self._write_incident
+            )
             info = RunInfo(
                 run=self._run, name=run, spec=spec, about=dict(about), returning=returning
             )
@@ -146,6 +151,7 @@ class Recorder:
         kept = {key: value for key, value in info.items() if key != "numerics"}
         kept |= {"known_steps": past.num_steps, "numerics_id": numerics_id, "values_id": values_id}
         self._run.delete(RESULT_FILE)
+        self._saves.begin_attempt()
         self._intake.begin(past, number, start_step=start_step, values_id=values_id)
         self._end = self._stop = self._divergence = self._verdict = None
         self._intake.log(Event.ATTEMPT_STARTED, start_step, kept)
@@ -202,6 +208,7 @@ class Recorder:
             return
         self._require_current(attempt)
         self._settle_stalls()
+        self._saves.tell()
         self._end_attempt(status)
         step = int(result.get("step", self._board.num_steps))
         self._intake.log(Event.FINISHED, step, result)
@@ -305,7 +312,11 @@ class Recorder:
         if self._divergence is None:
             batch = self._intake.take(sender, sequence, records)
             if batch.differences:
-                self._diverge(batch.differing_step, batch.differences)
+                step, first = batch.differing_step, batch.differences[0]
+                text = (
+                    f"step {step} taken again by attempt {attempt} differs from the ledger: {first}"
+                )
+                self._diverge(step, text, batch.differences)
         self._intake.acknowledge(sender, sequence)
         return self._ack(sender)
 
@@ -318,6 +329,34 @@ class Recorder:
             DivergenceError: the attempt diverged from the ledger.
         """
         self._require_current(attempt)
+        self._commit(manifest_json, keep)
+
+    def part(self, attempt: int, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes a worker's part of a save; the last one that comes in commits the checkpoint.
+
+        To be called again until the save has ended.
+
+        Args:
+            attempt: the present attempt.
+            part: fields of a `saves.Part`.
+
+        Returns:
+            Fields of a `saves.Answer`: `state` (waiting, committed or failed), `message`, `digest`.
+
+        Raises:
+            RecorderError: the attempt is not the present one.
+            DivergenceError: the workers' states differ, or the attempt from the ledger.
+        """
+        self._require_current(attempt)
+        given = Part(**part)
+        try:
+            return asdict(self._saves.take(given, attempt))
+        except DivergenceError as error:
+            if self._divergence is None:  # every worker learns of it with its next batch
+                self._diverge(given.step, str(error), [str(error)])
+            raise
+
+    def _commit(self, manifest_json: str, keep: int) -> None:
         manifest = Manifest.from_json(manifest_json)
         if self._divergence is not None:
             raise DivergenceError(
@@ -330,12 +369,13 @@ class Recorder:
                 "in the ledger yet; flush the link before committing"
             )
         commit(self._run, manifest)
-        made = (attempt, manifest.step, manifest.digest)
+        made = (self._intake.attempt, manifest.step, manifest.digest)
         if made != self._committed:  # asked again because the answer was lost: told once
             fields = {"digest": manifest.digest}
             self._intake.log(Event.CHECKPOINT_COMMITTED, manifest.step, fields)
             self._committed = made
         apply_retention(self._run, keep)
+        clear_unfinished(self._run, manifest.step)
 
     def record_incident(self, attempt: int, incident: Mapping[str, Any]) -> str:
         """Writes an incident for good.
@@ -396,9 +436,8 @@ class Recorder:
             fields |= {"cause": self._verdict["kind"], "message": self._verdict["message"]}
         self._intake.end(fields)
 
-    def _diverge(self, step: int, found: Sequence[str]) -> None:
+    def _diverge(self, step: int, text: str, found: Sequence[str]) -> None:
         attempt = self._intake.attempt
-        text = f"step {step} taken again by attempt {attempt} differs from the ledger: {found[0]}"
         self._divergence = text
         self._write_incident(
             Incident(

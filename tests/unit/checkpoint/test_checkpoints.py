@@ -23,15 +23,17 @@ from samestep.checkpoint.reading import (
     load_checkpoint,
     load_weights,
     newest_whole,
+    pointer_to,
     set_aside,
 )
 from samestep.checkpoint.retention import apply_retention
 from samestep.checkpoint.state import Parts, State, collect, state_sha256
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import STATE_FILE, commit, write_files
+from samestep.checkpoint.writing import commit, write_files
 from samestep.errors import CheckpointError
 from samestep.exact.digest import live_digest
 
+STATE_FILE = "state-00000.safetensors"
 META = CheckpointMeta(numerics={"threads": 1}, spec={"seed": 0}, created_s=1234.5)
 
 
@@ -182,8 +184,10 @@ def test_only_steps_up_to_a_limit_are_looked_at(run: Storage) -> None:
 def test_a_format_of_the_future_is_refused_with_the_one_supported(run: Storage) -> None:
     save(run, 1)
     path = file_of(run, 1, "manifest.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(CheckpointError, match=r"format 2; this version of samestep reads format 1"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 3}))
+    with pytest.raises(
+        CheckpointError, match=r"format 3; this version of samestep reads the formats 1, 2"
+    ):
         load_checkpoint(run, 1)
 
 
@@ -320,3 +324,17 @@ def test_a_kill_in_the_middle_of_a_save_of_200_mb_leaves_the_one_before(
     assert list(Path(set_aside(run, damaged[0])).iterdir())
     save(run, 2)
     assert [info.whole for info in list_checkpoints(run)] == [True, True]
+
+
+def test_a_pointer_that_somebody_else_keeps_leads_to_the_checkpoint(
+    run: Storage, tmp_path: Path
+) -> None:
+    save(run, 1)
+    save(run, 2)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "samestep-checkpoint.json").write_text(pointer_to(run, 1))
+    assert digest_of(kept) == digest_of(file_of(run, 1, ""))
+    (kept / "samestep-checkpoint.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is no pointer of format 1"):
+        load_weights(kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 from torch.utils.data import Dataset
 
-from samestep import Loss, Workload
+from samestep import Loss, Values, Workload
 
 
 class Rows(Dataset[Any]):
@@ -76,6 +77,33 @@ class Base(Workload):
         if self.kind == "sgd":
             return SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
         return AdamW(model.parameters(), lr=self.lr, fused=self.kind == "fused")
+
+
+class Large(Base):
+    """A state of 13 MB, most of it in two tensors: large enough for a writer process."""
+
+    def net(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(6, 1600), nn.Tanh(), nn.Linear(1600, 1000), nn.Linear(1000, 1)
+        )
+
+
+class Blocking(Large):
+    """Puts what is no manifest where the last checkpoint of 6 steps should be.
+
+    Args:
+        folder: the run directory.
+    """
+
+    def __init__(self, *, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_step(self, step: int, values: Values) -> None:
+        if step == 5:
+            path = Path(self.folder, "checkpoints/step-00000006/manifest.json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("of something else")
 
 
 class Mlp(Base):

@@ -19,10 +19,12 @@ class Remote:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._lock = threading.Lock()  # training and a save behind it call from two threads
 
     def call(self, method: str, *args: Any) -> Any:
-        self._connection.send((method, args))
-        raised, value = self._connection.recv()
+        with self._lock:
+            self._connection.send((method, args))
+            raised, value = self._connection.recv()
         if raised:
             raise value
         return value

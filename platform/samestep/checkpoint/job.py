@@ -1,0 +1,141 @@
+"""A piece of work of a writer: files made out of an image's bytes, hashed on the way to storage.
+
+Plain data, so that it can go to another process; it knows no torch, which that process would
+load for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from samestep.checkpoint.storage import Storage
+
+CHUNK_BYTES: Final = 8 << 20
+THREAD_DIGEST: Final = "samestep-digest"
+
+Segment = tuple[int, int]
+"""Offset in the image and size, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileJob:
+    """A file to be written: `head` (a character a byte), then segments of the image."""
+
+    name: str
+    head: str
+    segments: list[Segment] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigestJob:
+    """What the SHA-256 of a whole state goes over: headers and segments in turn, then `tail`."""
+
+    items: list[tuple[str, int, int]]
+    tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteJob:
+    """What a writer does at once.
+
+    Attributes:
+        folder_uri: where the files go.
+        image: path of the image; None where the writer is given the bytes.
+        files: what to write.
+        digest: what to hash beside; None: nothing.
+    """
+
+    folder_uri: str
+    image: str | None
+    files: list[FileJob]
+    digest: DigestJob | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> WriteJob:
+        """Inverse of `to_json`."""
+        digest = data["digest"]
+        return cls(
+            folder_uri=data["folder_uri"],
+            image=data["image"],
+            files=[FileJob(**file) for file in data["files"]],
+            digest=DigestJob(**digest) if digest is not None else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What came of a job.
+
+    Attributes:
+        files: by name, `num_bytes` and `sha256` (hex) of what was handed to storage.
+        digest: SHA-256 (hex) of the whole state; None where none was asked for.
+    """
+
+    files: dict[str, dict[str, Any]]
+    digest: str | None = None
+
+
+def perform(job: WriteJob, data: memoryview, folder: Storage | None = None) -> Written:
+    """Writes the files and hashes.
+
+    Args:
+        job: what to do.
+        data: the image's bytes; they must not change meanwhile.
+        folder: where the files go, if not to the job's URI.
+
+    Raises:
+        StorageError: a file can't be written; those before it may be there.
+    """
+    folder = folder or Storage.at(job.folder_uri)
+    found: list[str] = []
+    beside = None
+    if job.digest is not None:
+        wanted = job.digest
+        beside = threading.Thread(
+            target=lambda: found.append(_digest(wanted, data)), name=THREAD_DIGEST, daemon=True
+        )
+        beside.start()
+    try:
+        files = {file.name: _write(folder, file, data) for file in job.files}
+    finally:
+        if beside is not None:
+            beside.join()  # it computes, and waits for nothing
+    return Written(files=files, digest=found[0] if found else None)
+
+
+def _write(folder: Storage, file: FileJob, data: memoryview) -> dict[str, Any]:
+    digest, num_bytes = hashlib.sha256(), 0
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        nonlocal num_bytes
+        for chunk in _chunks(file.head.encode("latin-1"), file.segments, data):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+            yield chunk
+
+    folder.write_chunks(file.name, chunks())
+    return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+def _chunks(head: bytes, segments: list[Segment], data: memoryview) -> Iterator[bytes | memoryview]:
+    yield head
+    for start, size in segments:
+        for at in range(start, start + size, CHUNK_BYTES):
+            yield data[at : min(at + CHUNK_BYTES, start + size)]
+
+
+def _digest(job: DigestJob, data: memoryview) -> str:
+    digest = hashlib.sha256()
+    for header, start, size in job.items:
+        digest.update(header.encode("ascii"))
+        digest.update(data[start : start + size])
+    digest.update(job.tail.encode("utf-8"))
+    return digest.hexdigest()

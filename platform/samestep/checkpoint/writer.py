@@ -1,0 +1,214 @@
+"""Who writes a checkpoint behind the training: a process of its own, or this one where it is small.
+
+The process shares nothing with the trainer but the image: not its interpreter lock, and not its
+priority. It takes one job a line on its standard input, answers one line each, and ends when the
+trainer closes that input or dies.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Final, Protocol
+
+from samestep.checkpoint.job import WriteJob, Written, perform
+from samestep.errors import SamestepError, StorageError
+
+NICENESS: Final = 10
+"""The writer's priority: what it takes longer is nobody's time, what it takes away is."""
+PARENT_POLL_S: Final = 0.5
+END_S: Final = 5.0
+_START: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from samestep.checkpoint.writer import serve; serve(int(sys.argv[2]))"
+)
+
+
+class Writer(Protocol):
+    """Carries out one job at a time."""
+
+    def write(self, job: WriteJob, data: memoryview, timeout_s: float) -> Written:
+        """Blocks until the files are written.
+
+        Raises:
+            StorageError: they can't be, or not in time.
+        """
+
+    def abort(self) -> None:
+        """Makes the job under way fail, as far as that can be done; never raises."""
+
+    def close(self) -> None:
+        """Ends it, in the middle of a job if need be; never raises."""
+
+
+class InlineWriter:
+    """Writes in the calling thread: for states too small to be worth a process."""
+
+    def write(self, job: WriteJob, data: memoryview, timeout_s: float) -> Written:
+        """As `Writer.write`; storage's own timeouts are the only ones."""
+        return perform(job, data)
+
+    def abort(self) -> None:
+        """A thread can't be made to stop."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class ProcessWriter:
+    """Writes in a process that is started at the first job and kept.
+
+    A job that fails or takes too long fails alone: the next one gets a new process.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the process, and does not wait for it."""
+        with self._lock:
+            if self._closed:
+                raise StorageError("the writer is closed: the worker is ending")
+            if self._process is None or self._process.poll() is not None:
+                self._reap()
+                # The trainer's search path as it is now: what Ray or a notebook added is in it.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _START, json.dumps(sys.path), str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    # Signals meant for the trainer (Ctrl-C) must not end a save of its last state.
+                    start_new_session=True,
+                )
+
+    def write(self, job: WriteJob, data: memoryview, timeout_s: float) -> Written:
+        """As `Writer.write`; the job must name its image."""
+        assert job.image is not None, "a writer process maps the image by its path"
+        deadline = time.monotonic() + timeout_s
+        self.start()
+        process = self._process
+        if process is None:
+            raise StorageError("the writer is closed: the worker is ending")
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(job.to_json()).encode() + b"\n")
+            process.stdin.flush()
+            answer = json.loads(_line(process.stdout.fileno(), deadline))
+        except TimeoutError:
+            self._end()
+            raise StorageError(
+                f"{job.folder_uri}: the files were not written within {timeout_s:g} s; the "
+                "storage hangs or is too slow: save less often, or choose another storage"
+            ) from None
+        except (OSError, ValueError) as error:
+            status = self._end()
+            raise StorageError(
+                f"{job.folder_uri}: the writer process ended in the middle of it (status {status})"
+            ) from error
+        if "error" in answer:
+            raise StorageError(answer["error"])
+        return Written(**answer)
+
+    def abort(self) -> None:
+        """Kills the process; the next job gets a new one."""
+        self._end()
+
+    def close(self) -> None:
+        """Kills the process; a file in the middle of being written never becomes real."""
+        with self._lock:
+            self._closed = True
+        self._end()
+
+    def _end(self) -> int | None:
+        with self._lock:
+            if self._process is not None:
+                with suppress(OSError):
+                    self._process.kill()
+            return self._reap()
+
+    def _reap(self) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)  # one that hangs in the system (NFS) is reaped when it returns
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+        return process.returncode
+
+
+def _line(handle: int, deadline: float) -> bytes:
+    """A line from a pipe.
+
+    Raises:
+        TimeoutError: it did not come in time.
+        ValueError: the other side closed the pipe.
+    """
+    found = bytearray()
+    poller = select.poll()
+    poller.register(handle, select.POLLIN)
+    while not found.endswith(b"\n"):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if poller.poll(left_s * 1000):
+            data = os.read(handle, 1 << 16)
+            if not data:
+                raise ValueError("the pipe is closed")
+            found += data
+    return bytes(found)
+
+
+def serve(parent_pid: int) -> None:
+    """What the process does: jobs from standard input, until the trainer is gone."""
+    os.nice(NICENESS)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+
+    def listen() -> None:
+        # Ends the process even in the middle of a write: nobody would commit it. The parent is
+        # looked for as well, because its other children may hold the pipe open.
+        poller, rest = select.poll(), b""
+        poller.register(sys.stdin.fileno(), select.POLLIN)
+        while os.getppid() == parent_pid:
+            if not poller.poll(PARENT_POLL_S * 1000):
+                continue
+            data = os.read(sys.stdin.fileno(), 1 << 20)
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                jobs.put(line)
+        os._exit(0)
+
+    threading.Thread(target=listen, name="samestep-listen", daemon=True).start()
+    while True:
+        answers.write(json.dumps(_answer(jobs.get())).encode() + b"\n")
+        answers.flush()
+
+
+def _answer(line: bytes) -> dict[str, Any]:
+    try:
+        job = WriteJob.from_json(json.loads(line))
+        assert job.image is not None
+        with open(job.image, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return asdict(perform(job, memoryview(mapped)))
+    except SamestepError as error:
+        return {"error": str(error)}
+    except Exception as error:  # told to the trainer, which goes on without this checkpoint
+        return {"error": f"the writer failed: {type(error).__name__}: {error}"}

@@ -1,0 +1,208 @@
+"""Copies of the state in shared memory, for when all workers die at once.
+
+The workers of a node copy together, each a part, into one of two images in turn, so that one is
+whole at any time. That every worker is done shows in the next step's exchange; only then does
+the node's first worker, in a thread, hash the image and write the header that makes it count.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from samestep.checkpoint import shared_memory, snapshot
+from samestep.checkpoint.image import Image, Plan
+from samestep.checkpoint.split import Piece, split
+from samestep.checkpoint.state import Parts, collect, flatten
+from samestep.engine.node import Node
+from samestep.engine.peers import Peers
+from samestep.errors import StorageError
+from samestep.names import THREAD_SNAPSHOT
+from samestep.spec import JobSpec
+
+logger = logging.getLogger(__name__)
+
+MAX_SLOWDOWN: Final = 0.01
+FIRST_AFTER_STEPS: Final = 3
+"""Steps before the first automatic one: the first steps are slow, and tell a wrong interval."""
+CLOSE_S: Final = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copied:
+    """An image that is complete once every worker has taken another step."""
+
+    image: Image
+    plan: Plan
+    step: int
+    values_json: str
+    records: Sequence[Mapping[str, Any]]
+
+
+class Snapshots:
+    """Takes snapshots in one worker, together with the others.
+
+    Every worker must make the same calls at the same steps.
+
+    Args:
+        spec: the job.
+        parts: the live objects.
+        extras: what the state holds beside them, at present.
+        records: ledger records that were not acknowledged, at present.
+        peers: the other workers.
+        node: this worker's place on its node.
+        run_uri: the run directory.
+        attempt: number of the attempt.
+        first_step: the attempt's first step.
+        monotonic: clock in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        parts: Parts,
+        extras: Callable[[], Mapping[str, Any]],
+        records: Callable[[], Sequence[Mapping[str, Any]]],
+        peers: Peers,
+        node: Node,
+        run_uri: str,
+        attempt: int,
+        first_step: int,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._parts = parts
+        self._extras = extras
+        self._records = records
+        self._peers = peers
+        self._node = node
+        self._run_uri = run_uri
+        self._attempt = attempt
+        self._monotonic = monotonic
+        every = spec.checkpoint.snapshot_every
+        self._is_automatic = every == "auto"
+        self._every = 0 if every == "auto" else every
+        self._next = first_step + (FIRST_AFTER_STEPS if every == "auto" else every)
+        self._timed_from = (first_step, monotonic())
+        self._images: list[Image | None] = [None, None]
+        self._num_taken = 0
+        self._cost_s: float | None = None
+        self._copied: _Copied | None = None
+        self._thread: threading.Thread | None = None
+        self._has_header = False
+        if node.local_rank == 0:
+            snapshot.begin_attempt(run_uri, attempt)
+
+    @property
+    def are_on(self) -> bool:
+        """Whether any are taken."""
+        return self._is_automatic or self._every > 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is to be taken after `step` steps."""
+        return self.are_on and step >= self._next
+
+    def warm(self, plan: Plan) -> None:
+        """Gets memory for both images, so that the first copies need not wait for it.
+
+        Raises:
+            StorageError: there is not enough.
+        """
+        if self.are_on:
+            for turn in range(len(self._images)):
+                self._image_for(turn, plan).warm(plan, self._pieces(plan))
+
+    def take(self, step: int) -> None:
+        """Copies the state after `step` steps; when it returns the state may change again.
+
+        Raises:
+            StorageError: shared memory is full.
+        """
+        started_s = self._monotonic()
+        self._join()
+        turn = self._num_taken % 2
+        if self._node.local_rank == 0:
+            snapshot.drop_header(self._path(turn))
+        begun = self._peers.gather(self._interval(step, started_s))
+        state = collect(self._parts, step=step, extras=self._extras())
+        tensors, values_json = flatten(state)
+        plan = Plan.of(tensors)
+        # Nobody copies before the old header is gone. Worker 0's clock decides on the next one.
+        self._every = int(begun()[0])
+        image = self._image_for(turn, plan)
+        image.fill(plan, tensors, self._pieces(plan))
+        self._copied = _Copied(
+            image=image,
+            plan=plan,
+            step=step,
+            values_json=values_json,
+            records=list(self._records()),
+        )
+        self._num_taken += 1
+        ended_s = self._monotonic()
+        self._cost_s = ended_s - started_s
+        self._timed_from = (step, ended_s)
+        self._next = step + max(self._every, 1)
+
+    def after_exchange(self) -> None:
+        """Every worker has taken another step since `take`: what was copied is whole."""
+        copied, self._copied = self._copied, None
+        if copied is None or self._node.local_rank > 0:
+            return
+
+        def finish() -> None:
+            try:
+                snapshot.write_header(
+                    copied.image,
+                    copied.plan,
+                    step=copied.step,
+                    values_json=copied.values_json,
+                    records=copied.records,
+                )
+                if not self._has_header:
+                    snapshot.drop_others(self._run_uri, self._attempt)
+                    self._has_header = True
+            except StorageError as error:
+                logger.warning("attempt=%d no snapshot: %s", self._attempt, error)
+
+        self._thread = threading.Thread(target=finish, name=THREAD_SNAPSHOT, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; what it was about to finish is finished."""
+        self._join()
+        self._images = [None, None]
+
+    def _interval(self, step: int, now_s: float) -> int:
+        """Steps until the next one, as this worker measured it."""
+        if not self._is_automatic:
+            return self._every
+        num_steps = step - self._timed_from[0]
+        step_s = (now_s - self._timed_from[1]) / max(num_steps, 1)
+        if self._cost_s is None or step_s <= 0:
+            return FIRST_AFTER_STEPS  # the cost is known after this one
+        return max(1, math.ceil(self._cost_s / (MAX_SLOWDOWN * step_s)))
+
+    def _path(self, turn: int) -> Path:
+        folder = shared_memory.make_folder(self._run_uri)
+        return snapshot.image_path(folder, self._attempt, f"snapshot-{turn}")
+
+    def _image_for(self, turn: int, plan: Plan) -> Image:
+        image = self._images[turn]
+        if image is None or len(image.data) < plan.num_bytes:
+            image = self._images[turn] = Image.shared(self._path(turn), plan.num_bytes)
+        return image
+
+    def _pieces(self, plan: Plan) -> list[Piece]:
+        return split(plan.sized(), self._node.local_size)[self._node.local_rank]
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            self._thread = None

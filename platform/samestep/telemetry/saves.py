@@ -1,0 +1,199 @@
+"""Saves under way: parts come in from the workers, and all of them together become a checkpoint.
+
+Every worker says again and again what its part came to, until it is told how the save ended: so
+nothing is lost when the recorder dies in between. A save that fails costs no more than itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from samestep import names
+from samestep.checkpoint.manifest import FileEntry, Manifest, step_name
+from samestep.checkpoint.storage import Storage
+from samestep.errors import CheckpointError, DivergenceError, RecorderError, StorageError
+from samestep.exact.digest import divergence_text
+from samestep.incidents.record import Incident
+from samestep.names import IncidentKind
+
+logger = logging.getLogger(__name__)
+
+SaveState = Literal["waiting", "committed", "failed"]
+SaveKey = tuple[int, int]
+"""Step, and which try at it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one worker has to say about its part of a save.
+
+    Attributes:
+        step: steps taken before the checkpoint.
+        try_number: counts the tries to save this step in this attempt.
+        world_rank: of the worker; the one of 0 brings the manifest.
+        num_parts: of the save.
+        keep: newest checkpoints to keep once this one is real.
+        files: by name, `num_bytes` and `sha256` of what it wrote.
+        manifest: with the files of part 0 alone; None from others.
+        error: why the part was not written; None where it was.
+        digests: of every part of the state, as this worker holds it; empty where the workers have
+            compared the whole state before.
+    """
+
+    step: int
+    try_number: int
+    world_rank: int
+    num_parts: int
+    keep: int
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    manifest: str | None = None
+    error: str | None = None
+    digests: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """How a save stands.
+
+    Attributes:
+        state: where it is.
+        message: why it failed, or whom it waits for.
+        digest: of the checkpoint, once committed.
+    """
+
+    state: SaveState
+    message: str = ""
+    digest: str = ""
+
+
+class Saves:
+    """The recorder's side of the workers' saves, of the present attempt.
+
+    Args:
+        run: the run directory.
+        commit: makes a checkpoint real, given the manifest's text and how many to keep.
+        say: tells whoever follows the run.
+        incident: writes an incident.
+    """
+
+    def __init__(
+        self,
+        run: Storage,
+        *,
+        commit: Callable[[str, int], None],
+        say: Callable[[str], None],
+        incident: Callable[[Incident], object],
+    ) -> None:
+        self._run = run
+        self._commit = commit
+        self._say = say
+        self._incident = incident
+        self._parts: dict[SaveKey, dict[int, Part]] = {}
+        self._ended: dict[SaveKey, Answer] = {}
+        self._num_failed = 0
+        self._untold: Incident | None = None
+
+    def begin_attempt(self) -> None:
+        """Forgets the saves of the attempt before, which nobody can complete."""
+        self._parts, self._ended = {}, {}
+
+    def take(self, part: Part, attempt: int) -> Answer:
+        """Notes a part; commits when it was the last one.
+
+        Raises:
+            DivergenceError: the workers' states differ, or the attempt from the ledger: nothing is
+                committed.
+        """
+        key = (part.step, part.try_number)
+        if key not in self._ended:
+            parts = self._parts.setdefault(key, {})
+            parts[part.world_rank] = part
+            answer = self._judge(parts, part.num_parts, attempt)
+            if answer.state == "waiting":
+                return answer
+            self._ended = {key: answer}  # of earlier ones every worker has been told
+            self._parts.pop(key)
+        return self._ended[key]
+
+    def tell(self) -> None:
+        """Writes the incident that could not be written when it happened."""
+        if self._untold is not None:
+            try:
+                self._incident(self._untold)
+            except StorageError:
+                return
+            self._untold = None
+
+    def _judge(self, parts: Mapping[int, Part], num_parts: int, attempt: int) -> Answer:
+        some = next(iter(parts.values()))
+        for rank, part in sorted(parts.items()):
+            if part.error is not None:
+                return self._fail(some.step, attempt, f"worker {rank}: {part.error}")
+        missing = [str(rank) for rank in range(num_parts) if rank not in parts]
+        if missing:
+            return Answer(state="waiting", message=f"for worker {', '.join(missing)}")
+        _require_agreement(parts)
+        text = parts[0].manifest
+        assert text is not None, "worker 0 brings the manifest"
+        try:
+            manifest = Manifest.from_json(text)
+            files = {
+                name: FileEntry(**entry)
+                for rank in range(num_parts)
+                for name, entry in parts[rank].files.items()
+            }
+            self._commit(replace(manifest, files=files).to_json(), some.keep)
+        except RecorderError as error:
+            return Answer(state="waiting", message=str(error))
+        except (StorageError, CheckpointError) as error:
+            return self._fail(some.step, attempt, str(error))
+        if self._num_failed:
+            self._say(f"checkpoints are written again, after {self._num_failed} that failed")
+            self._num_failed = 0
+        self.tell()
+        return Answer(state="committed", digest=manifest.digest)
+
+    def _fail(self, step: int, attempt: int, why: str) -> Answer:
+        message = (
+            f"the checkpoint at step {step} could not be saved: {why}. Training goes on, the last "
+            "good checkpoint stays, and the next one that is due is tried"
+        )
+        logger.error("run=%s %s", self._run.uri, message)
+        self._say(message)
+        self._num_failed += 1
+        if self._num_failed == 1:  # an outage is one incident, however many saves it costs
+            self._untold = Incident(
+                kind=IncidentKind.STORAGE,
+                step=step,
+                attempt=attempt,
+                message=message,
+                time=time.time(),
+            )
+        self.tell()
+        try:
+            self._clear(step)
+        except StorageError as error:
+            logger.warning("run=%s what step %d left stays: %s", self._run.uri, step, error)
+        return Answer(state="failed", message=why)
+
+    def _clear(self, step: int) -> None:
+        """Gives back the room that the parts took, which may be what lacks."""
+        folder = f"{names.CHECKPOINTS_DIR}/{step_name(step)}"
+        if not self._run.exists(f"{folder}/{names.MANIFEST_FILE}"):
+            self._run.delete(folder)
+
+
+def _require_agreement(parts: Mapping[int, Part]) -> None:
+    """Every worker holds the same state, whichever part of it the file of another was made of."""
+    seen = {rank: "".join(part.digests) for rank, part in sorted(parts.items())}
+    everyone = list(seen.values())
+    if len(set(everyone)) > 1:
+        raise DivergenceError(divergence_text(parts[0].step, everyone))

@@ -1,0 +1,164 @@
+"""Snapshots of a run that trains: when they are taken, what they leave, and what they need."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import Train
+from pool import spec_of
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from samestep import StorageError, parse_spec
+from samestep.checkpoint import shared_memory, snapshot
+from samestep.checkpoint.reading import list_checkpoints, load_checkpoint
+from samestep.checkpoint.state import Parts, state_sha256
+from samestep.checkpoint.storage import Storage
+from samestep.engine.node import Node, require_room
+from samestep.engine.peers import Peers
+from samestep.engine.snapshots import Snapshots
+
+FOLDER = Path(__file__).resolve().parent
+WAIT_S = 120.0
+TRAIN = """
+import json, sys
+from pathlib import Path
+from samestep import parse_spec, train
+print(train(parse_spec(json.loads(sys.argv[1])), name="run", search=[Path(sys.argv[2])]).digest)
+"""
+
+
+def started(spec: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", TRAIN, json.dumps(spec), str(FOLDER)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+
+
+@pytest.mark.timeout(300)
+def test_what_a_killed_run_leaves_is_the_state_of_a_step_and_goes_with_its_end(
+    train: Train, tmp_path: Path
+) -> None:
+    fields = {"batch_size": 6, "shards": 3, "max_steps": 2000}
+    checkpoint = {"every_steps": 0, "snapshot_every": 3}
+    job = spec_of("Mlp", **fields, mode="local", storage=str(tmp_path), checkpoint=checkpoint)
+    uri = str(tmp_path / "run")
+    with started(job) as process:
+        deadline = time.monotonic() + WAIT_S
+        while (snapshot.newest(uri) or 0) < 6:
+            assert process.poll() is None, "it ended before there was a snapshot"
+            assert time.monotonic() < deadline, "no snapshot of step 6"
+        process.send_signal(signal.SIGKILL)
+    step = snapshot.newest(uri)
+    assert step is not None
+    assert step % 3 == 0
+    left = snapshot.load(uri, step)
+    assert len(os.listdir(shared_memory.folder_of(uri))) <= 2 * snapshot.NUM_IMAGES
+    calm = train({**job, "max_steps": step, "mode": "auto"}, "calm")
+    assert state_sha256(left.state) == calm.digest
+    short = {**job, "max_steps": step + 1}
+    with started(short) as process:
+        output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert output.decode().split()[-1] == train(short, "longer").digest
+    assert not shared_memory.folder_of(uri).exists()
+
+
+@pytest.mark.parametrize("every", [0, 2, "auto"])
+def test_bits_do_not_depend_on_snapshots(train: Train, every: int | str) -> None:
+    checkpoint = {"every_steps": 3, "snapshot_every": every}
+    runs = [
+        train(spec_of("Conv", max_steps=8, checkpoint=checkpoint), f"run-{size}", size)
+        for size in (1, 2)
+    ]
+    reference = train(spec_of("Conv", max_steps=8, checkpoint={"every_steps": 0}), "reference")
+    assert {run.digest for run in runs} == {reference.digest}
+    for run in runs:
+        assert not shared_memory.folder_of(run.storage.uri).exists()
+        steps = [info.step for info in list_checkpoints(run.storage)]
+        assert steps == [3, 6, 8]
+        load_checkpoint(Storage.at(str(run.folder)), 6)
+
+
+def parts_of(optimizer: str = "sgd") -> Parts:
+    model = nn.Linear(1000, 100, bias=False)
+    made = {
+        "sgd": lambda: SGD(model.parameters(), lr=0.1),
+        "momentum": lambda: SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "adamw": lambda: AdamW(model.parameters()),
+    }
+    return Parts(model=model, optimizer=made[optimizer]())
+
+
+class Clock:
+    """Moves on by what a step or a copy takes."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_interval_is_such_that_copies_take_a_hundredth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMESTEP_SHARED_MEMORY", str(tmp_path))
+    clock = Clock()
+    parts = parts_of()
+
+    def extras() -> dict[str, Any]:
+        clock.now_s += 0.05  # a copy takes this long
+        return {}
+
+    snapshots = Snapshots(
+        spec=parse_spec({"workload": "a:B", "batch_size": 1, "epochs": 1}),
+        parts=parts,
+        extras=extras,
+        records=lambda: [{"step": 1}],
+        peers=Peers(None),
+        node=Node(local_rank=0, local_size=1),
+        run_uri="/a/run",
+        attempt=1,
+        first_step=10,
+        monotonic=clock,
+    )
+    taken = []
+    for step in itertools.count(11):
+        clock.now_s += 0.25  # a step takes this long
+        snapshots.after_exchange()
+        if snapshots.is_due(step):
+            snapshots.take(step)
+            taken.append(step)
+        if len(taken) == 5:
+            break
+    snapshots.close()
+    first, second, *others = (later - one for one, later in itertools.pairwise([10, *taken]))
+    assert (first, second) == (3, 3)  # until the cost is known
+    assert set(others) <= {20, 21}
+    assert snapshot.newest("/a/run") == taken[-2]  # the last one is not known to be whole yet
+    assert snapshot.load("/a/run", taken[-2]).records == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies", "needed"),
+    [("sgd", 1, "0.4"), ("momentum", 1, "0.8"), ("adamw", 1, "1.2"), ("adamw", 3, "3.6")],
+)
+def test_too_little_shared_memory_is_refused_with_the_size_needed(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, copies: int, needed: str
+) -> None:
+    monkeypatch.setenv("SAMESTEP_SHARED_MEMORY", "/proc")  # which has no room at all
+    with pytest.raises(StorageError) as caught:
+        require_room(parts_of(optimizer), Peers(None), "/a/run", snapshots=copies == 3)
+    text = str(caught.value)
+    assert f"worker 0 has 0.0 MB of shared memory left in /proc; {needed} MB are needed" in text
+    assert ("set checkpoint.snapshot_every: 0" in text) == (copies == 3)
