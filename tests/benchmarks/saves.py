@@ -48,7 +48,8 @@ def checkpoints(task: Task) -> Any:
     """
     model, workers = MODELS[task["model"]], dist.get_world_size()
     plain = model.spec(shards=workers, workers=workers, threads=task["threads"])
-    spec = parse_spec({**plain.model_dump(mode="json"), "ema": {"decay": 0.99}})
+    large = {"args": {"has_two_moments": True}, "ema": {"decay": 0.99}}  # 200 MB of state
+    spec = parse_spec({**plain.model_dump(mode="json"), **large})
     numerics.pin(spec)
     group = dist.new_group(backend="gloo")
     assert group is not None

@@ -45,6 +45,7 @@ PROCESS_BYTES: Final = 8 << 20
 LAST_TRIES: Final = 3
 RETRY_S: Final = 2.0
 CLOSE_S: Final = 10.0
+FLEETING_S: Final = 0.5
 
 
 class Saving:
@@ -252,7 +253,8 @@ class Saving:
             flight.abandon()
         self._process.close()
         if flight is not None:
-            flight.wait(CLOSE_S)
+            # After a lost peer every second counts; the thread ends by itself, and is refused.
+            flight.wait(CLOSE_S if wait_s else FLEETING_S)
         if self._warming is not None:
             self._warming.join(CLOSE_S)
         image, self._image = self._image, None
