@@ -89,7 +89,6 @@ class Loop:
             spec=spec,
             built=built,
             appraisal=self._appraisal,
-            evaluation=lambda: self._evaluation_here,
             peers=peers,
             run=run,
             target=target,
@@ -123,11 +122,13 @@ class Loop:
             if self._step % self._built.order.steps_per_epoch == 0:
                 self._hooks.on_epoch(values, self._evaluation_here)
             if self._step < end_step:
-                self._keeping.after_step(self._step, flag=flag, is_best=is_best)
+                self._keeping.after_step(
+                    self._step, flag=flag, is_best=is_best, evaluation=self._evaluation_here
+                )
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if done:
             self._evaluate()
-        self._keeping.end(self._step)
+        self._keeping.end(self._step, evaluation=self._evaluation_here)
         self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
         self._peers.gather("end")()
