@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset
 
 from samestep import Workload
@@ -36,10 +36,11 @@ class Mlp(Workload):
 
     Args:
         size: rows of data.
+        has_two_moments: AdamW instead, whose state is 50 MB larger.
     """
 
-    def __init__(self, *, size: int = 4096) -> None:
-        self.size = size
+    def __init__(self, *, size: int = 4096, has_two_moments: bool = False) -> None:
+        self.size, self.has_two_moments = size, has_two_moments
 
     def model(self) -> nn.Module:
         layers: list[nn.Module] = []
@@ -54,4 +55,6 @@ class Mlp(Workload):
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     def optimizer(self, model: nn.Module) -> Optimizer:
+        if self.has_two_moments:
+            return AdamW(model.parameters(), lr=1e-4)
         return SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -35,6 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "unit" / "engine"))
 
 from relay import target_of
 
+META = CheckpointMeta(numerics={}, spec={}, created_s=0.0)
 WARM_UP_STEPS = 5
 STEPS_BETWEEN = 12
 
@@ -48,7 +49,8 @@ def checkpoints(task: Task) -> Any:
     """
     model, workers = MODELS[task["model"]], dist.get_world_size()
     plain = model.spec(shards=workers, workers=workers, threads=task["threads"])
-    spec = parse_spec({**plain.model_dump(mode="json"), "ema": {"decay": 0.99}})
+    large = {"args": {"has_two_moments": True}, "ema": {"decay": 0.99}}  # 200 MB of state
+    spec = parse_spec({**plain.model_dump(mode="json"), **large})
     numerics.pin(spec)
     group = dist.new_group(backend="gloo")
     assert group is not None
@@ -84,7 +86,7 @@ def _samestep(
                 if link is not None:
                     link.record(_record(number))
                 if number == 0:
-                    saving.prepare(1, lambda plan: None)
+                    saving.prepare(1, extras={}, also=lambda plan: None)
                 if number < WARM_UP_STEPS:
                     continue
                 if was_writing and saving.is_under_way:
@@ -96,7 +98,7 @@ def _samestep(
                         whole_s.append(0.0)
                     peers.gather("together")()
                     started = time.perf_counter()
-                    saving.save(number + 1)
+                    saving.save(number + 1, extras={}, meta=META)
                     held_s.append(max(peers.gather(time.perf_counter() - started)()))
             saving.settle()
         finally:
@@ -124,8 +126,6 @@ def _saving(
     return Saving(
         spec=spec,
         parts=exact.built.parts,
-        extras=dict,
-        meta=lambda: CheckpointMeta(numerics={}, spec={}, created_s=0.0),
         peers=peers,
         node=Node.of(peers),
         run=run,

@@ -99,7 +99,7 @@ class Outline:
             digest.update(layout_header(name, layout.dtype, layout.shape).encode("ascii"))
             if image is None:
                 live = tensor_bytes(self.tensors[piece.name])
-                digest.update(memoryview(live[piece.start : piece.stop]))
+                digest.update(live[piece.start : piece.stop].data)
             else:
                 image.feed(digest, *self.plan.segment(piece))
         return digest.hexdigest()

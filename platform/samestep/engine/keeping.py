@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -28,13 +28,13 @@ SAVE_FLAG: Final = 1024
 class Keeping:
     """Keeps the state of one worker's attempt, together with the other workers.
 
-    Every worker must make the same calls at the same steps.
+    Every worker must make the same calls at the same steps. Nothing here leads back to its owner:
+    a worker that failed must let go of the process group at once, without waiting for a collection.
 
     Args:
         spec: the job.
         built: what the workload gave.
         appraisal: what evaluations decided; a part of it is kept with the state.
-        evaluation: metrics of the evaluation at the present step; None without one.
         peers: the other workers.
         run: the run directory.
         target: the recorder.
@@ -53,7 +53,6 @@ class Keeping:
         spec: JobSpec,
         built: Built,
         appraisal: Appraisal,
-        evaluation: Callable[[], Mapping[str, float] | None],
         peers: Peers,
         run: Storage,
         target: Target,
@@ -65,7 +64,6 @@ class Keeping:
         self._spec = spec
         self._built = built
         self._appraisal = appraisal
-        self._evaluation = evaluation
         self._peers = peers
         self._start = start
         self._fingerprint = fingerprint
@@ -74,8 +72,6 @@ class Keeping:
         self._saving = Saving(
             spec=spec,
             parts=built.parts,
-            extras=self._extras,
-            meta=self._meta,
             peers=peers,
             node=node,
             run=run,
@@ -87,7 +83,6 @@ class Keeping:
         self._snapshots = Snapshots(
             spec=spec,
             parts=built.parts,
-            extras=self._extras,
             records=link.undelivered if link is not None else tuple,
             peers=peers,
             node=node,
@@ -129,37 +124,48 @@ class Keeping:
         A resume needs the source no more, whatever becomes of it.
         """
         if self._spec.init_from.path is not None and self._start.source is None:
-            self._saving.save_now(self._start.step)
+            step = self._start.step
+            self._saving.save_now(step, extras=self._extras(), meta=self._meta(None))
 
     def after_exchange(self) -> None:
         """All workers are at the same step; to be called once in each, before the update."""
         self._snapshots.after_exchange()
 
-    def after_step(self, step: int, *, flag: int, is_best: bool) -> None:
+    def after_step(
+        self, step: int, *, flag: int, is_best: bool, evaluation: Mapping[str, float] | None
+    ) -> None:
         """Starts what is due after `step` steps; returns when the state may change again.
 
         Args:
             step: steps taken so far, fewer than the run's.
             flag: the largest of the workers' flags in the step's small talk.
             is_best: the state is the best so far.
+            evaluation: metrics of the evaluation of this state; None without one.
         """
+        extras = self._extras()
         if step == self._start.step + 1:
-            self._saving.prepare(step, self._snapshots.warm)
+            self._saving.prepare(step, extras=extras, also=self._snapshots.warm)
         every = self._spec.checkpoint.every_steps
         if is_best or flag >= SAVE_FLAG or (every and step % every == 0):
-            self._saving.save(step, is_agreed=self._agreed_at == step)
+            agreed = self._agreed_at == step
+            self._saving.save(step, extras=extras, meta=self._meta(evaluation), is_agreed=agreed)
         if self._snapshots.is_due(step):
             self._saving.wait_until_prepared()
-            self._snapshots.take(step)
+            self._snapshots.take(step, extras=extras)
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, *, evaluation: Mapping[str, float] | None) -> None:
         """Saves the last state; returns when it is committed.
+
+        Args:
+            step: steps taken.
+            evaluation: metrics of the evaluation of this state; None without one.
 
         Raises:
             StorageError: worker 0: it can't be saved.
             PeerLostError: another worker: the same.
         """
-        self._saving.save_now(step, is_agreed=self._agreed_at == step)
+        agreed, meta = self._agreed_at == step, self._meta(evaluation)
+        self._saving.save_now(step, extras=self._extras(), meta=meta, is_agreed=agreed)
 
     def close(self, *, wait_s: float, keep_images: bool) -> None:
         """Ends threads and processes, and gives shared memory back.
@@ -180,11 +186,11 @@ class Keeping:
             **self._appraisal.state,
         }
 
-    def _meta(self) -> CheckpointMeta:
+    def _meta(self, evaluation: Mapping[str, float] | None) -> CheckpointMeta:
         return CheckpointMeta(
             numerics=self._fingerprint,
             spec=bits_part(self._spec),
             created_s=time.time(),
-            evaluation=self._evaluation() or {},
+            evaluation=evaluation or {},
             ranking=self._appraisal.ranking,
         )

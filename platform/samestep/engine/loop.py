@@ -104,7 +104,6 @@ class Loop:
             spec=spec,
             built=built,
             appraisal=self._appraisal,
-            evaluation=lambda: self._evaluation_here,
             peers=peers,
             run=run,
             target=target,
@@ -146,11 +145,11 @@ class Loop:
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
             if flag is Flag.PARK_AND_SAVE:
-                self._keeping.end(self._step)
+                self._keeping.end(self._step, evaluation=self._evaluation_here)
             return False
         if done:
             self._evaluate()
-        self._keeping.end(self._step)
+        self._keeping.end(self._step, evaluation=self._evaluation_here)
         self._progress.at(Phase.ENDING, step=self._step)
         self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
@@ -196,7 +195,12 @@ class Loop:
         if self._stage < Stage.SETTLED:
             if self._step < self._built.end_step:
                 self._progress.at(Phase.CHECKPOINT, step=self._step)
-                self._keeping.after_step(self._step, flag=self._flag, is_best=self._is_best)
+                self._keeping.after_step(
+                    self._step,
+                    flag=self._flag,
+                    is_best=self._is_best,
+                    evaluation=self._evaluation_here,
+                )
             self._stage = Stage.SETTLED
 
     def _finish(self, done: bool) -> None:

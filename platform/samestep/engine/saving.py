@@ -45,6 +45,7 @@ PROCESS_BYTES: Final = 8 << 20
 LAST_TRIES: Final = 3
 RETRY_S: Final = 2.0
 CLOSE_S: Final = 10.0
+FLEETING_S: Final = 0.5
 
 
 class Saving:
@@ -55,8 +56,6 @@ class Saving:
     Args:
         spec: the job.
         parts: the live objects.
-        extras: what the state holds beside them, at present.
-        meta: what is kept with the state, at present.
         peers: the other workers.
         node: this worker's place on its node.
         run: the run directory.
@@ -72,8 +71,6 @@ class Saving:
         *,
         spec: JobSpec,
         parts: Parts,
-        extras: Callable[[], Mapping[str, Any]],
-        meta: Callable[[], CheckpointMeta],
         peers: Peers,
         node: Node,
         run: Storage,
@@ -85,8 +82,6 @@ class Saving:
     ) -> None:
         self._spec = spec
         self._parts = parts
-        self._extras = extras
-        self._meta = meta
         self._peers = peers
         self._run = run
         self._target = target
@@ -115,16 +110,19 @@ class Saving:
         """Whether a save has begun and not ended, as this worker knows."""
         return self._flight is not None and not self._flight.wait(0)
 
-    def prepare(self, step: int, also: Callable[[Plan], None]) -> None:
+    def prepare(
+        self, step: int, *, extras: Mapping[str, Any], also: Callable[[Plan], None]
+    ) -> None:
         """Gets memory and writer ready in the background, so that the first save finds them warm.
 
         To be called after the first step, when the optimizer has its state.
 
         Args:
             step: steps taken so far.
+            extras: what the state holds beside the parts.
             also: called in that thread; may raise StorageError.
         """
-        tensors, _ = flatten(collect(self._parts, step=step, extras=self._extras()))
+        tensors, _ = flatten(collect(self._parts, step=step, extras=extras))
         plan = Plan.of(tensors)
         if plan.num_bytes < PROCESS_BYTES:
             return
@@ -147,7 +145,14 @@ class Saving:
             self._warming.join(self._spec.faults.hang_timeout_s / 2)
             self._warming = None
 
-    def save(self, step: int, *, is_agreed: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        *,
+        extras: Mapping[str, Any],
+        meta: CheckpointMeta,
+        is_agreed: bool = False,
+    ) -> None:
         """Starts a save of the state after `step` steps; returns when the state may change again.
 
         Waits for the save before, if that is still under way. Where a checkpoint of this step is
@@ -155,6 +160,8 @@ class Saving:
 
         Args:
             step: steps taken so far.
+            extras: what the state holds beside the parts.
+            meta: what is kept with it.
             is_agreed: the workers have just compared digests of this state.
 
         Raises:
@@ -168,10 +175,9 @@ class Saving:
         self.settle()
         # The image is free when nobody on the node reads it any more.
         everyone_is_ready = self._peers.gather(step)
-        state = collect(self._parts, step=step, extras=self._extras())
+        state = collect(self._parts, step=step, extras=extras)
         stem = f"{self._attempt:04d}-"
         outline = Outline.of(state, num_parts=self._peers.world_size, stem=stem)
-        meta = self._meta()
         everyone_is_ready()
         self.wait_until_prepared()
         image, pieces = self._image_for(outline.plan), self._pieces(outline.plan)
@@ -189,8 +195,15 @@ class Saving:
             self._peers.gather(step)()  # the others' parts of the image are there
         self._launch(outline, image, meta, digests)
 
-    def save_now(self, step: int, *, is_agreed: bool = False) -> None:
-        """Saves, and returns when the checkpoint is committed; for the end and planned stops.
+    def save_now(
+        self,
+        step: int,
+        *,
+        extras: Mapping[str, Any],
+        meta: CheckpointMeta,
+        is_agreed: bool = False,
+    ) -> None:
+        """Saves as `save`, and returns when the checkpoint is committed: for the end and stops.
 
         Raises:
             StorageError: worker 0: it could not be saved, several times.
@@ -199,7 +212,8 @@ class Saving:
         for number in range(LAST_TRIES):
             if number:
                 time.sleep(RETRY_S * number)
-            self.save(step, is_agreed=is_agreed or number > 0)
+            agreed = is_agreed or number > 0
+            self.save(step, extras=extras, meta=meta, is_agreed=agreed)
             answer = self.settle()
             told = self._peers.gather(asdict(answer) if answer is not None else None)()[0]
             if told is None or told["state"] == "committed":  # None: there was one already
@@ -252,7 +266,8 @@ class Saving:
             flight.abandon()
         self._process.close()
         if flight is not None:
-            flight.wait(CLOSE_S)
+            # After a lost peer every second counts; the thread ends by itself, and is refused.
+            flight.wait(CLOSE_S if wait_s else FLEETING_S)
         if self._warming is not None:
             self._warming.join(CLOSE_S)
         image, self._image = self._image, None

@@ -53,7 +53,6 @@ class Snapshots:
     Args:
         spec: the job.
         parts: the live objects.
-        extras: what the state holds beside them, at present.
         records: ledger records that were not acknowledged, at present.
         peers: the other workers.
         node: this worker's place on its node.
@@ -68,7 +67,6 @@ class Snapshots:
         *,
         spec: JobSpec,
         parts: Parts,
-        extras: Callable[[], Mapping[str, Any]],
         records: Callable[[], Sequence[Mapping[str, Any]]],
         peers: Peers,
         node: Node,
@@ -78,7 +76,6 @@ class Snapshots:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._parts = parts
-        self._extras = extras
         self._records = records
         self._peers = peers
         self._node = node
@@ -118,8 +115,12 @@ class Snapshots:
             for turn in range(len(self._images)):
                 self._image_for(turn, plan).warm(plan, self._pieces(plan))
 
-    def take(self, step: int) -> None:
+    def take(self, step: int, *, extras: Mapping[str, Any]) -> None:
         """Copies the state after `step` steps; when it returns the state may change again.
+
+        Args:
+            step: steps taken so far.
+            extras: what the state holds beside the parts.
 
         Raises:
             StorageError: shared memory is full.
@@ -130,7 +131,7 @@ class Snapshots:
         if self._node.local_rank == 0:
             snapshot.drop_header(self._path(turn))
         begun = self._peers.gather(self._interval(step, started_s))
-        state = collect(self._parts, step=step, extras=self._extras())
+        state = collect(self._parts, step=step, extras=extras)
         tensors, values_json = flatten(state)
         plan = Plan.of(tensors)
         # Nobody copies before the old header is gone. Worker 0's clock decides on the next one.

@@ -116,15 +116,14 @@ def test_the_interval_is_such_that_copies_take_a_hundredth_of_the_time(
     clock = Clock()
     parts = parts_of()
 
-    def extras() -> dict[str, Any]:
+    def records() -> list[dict[str, Any]]:
         clock.now_s += 0.05  # a copy takes this long
-        return {}
+        return [{"step": 1}]
 
     snapshots = Snapshots(
         spec=parse_spec({"workload": "a:B", "batch_size": 1, "epochs": 1}),
         parts=parts,
-        extras=extras,
-        records=lambda: [{"step": 1}],
+        records=records,
         peers=Peers(None),
         node=Node(local_rank=0, local_size=1),
         run_uri="/a/run",
@@ -137,7 +136,7 @@ def test_the_interval_is_such_that_copies_take_a_hundredth_of_the_time(
         clock.now_s += 0.25  # a step takes this long
         snapshots.after_exchange()
         if snapshots.is_due(step):
-            snapshots.take(step)
+            snapshots.take(step, extras={})
             taken.append(step)
         if len(taken) == 5:
             break
