@@ -110,6 +110,7 @@ class ElasticScaling(ScalingPolicy):
         everyone = whereabouts(worker_group_status)
         if everyone and all(there.parked_s is not None for there in everyone):
             self._controller.note_parked(everyone)
+            self._asked = False
             return self._resize(len(everyone))
         now = time.monotonic()
         if not self._asked and now - self._looked_at >= LOOK_S:
