@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -301,6 +302,7 @@ class _Attempt:
                 "dataset_size": built.dataset_size,
                 "custom_order": built.custom_order,
                 "placement_dependent": mixed,
+                "process_started": psutil.Process().create_time(),
             }
             if initial is not None:
                 info["init_from"] = initial.to_json()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from samestep.checkpoint.manifest import CheckpointMeta
@@ -29,10 +30,12 @@ from samestep.engine.update import Updated, apply_update
 from samestep.errors import DivergenceError, ExitStatus, RecorderError
 from samestep.exact import numerics
 from samestep.exact.digest import ids_digest, live_digest
-from samestep.names import Event
+from samestep.names import Activity, Event
 from samestep.spec import JobSpec, bits_part
 from samestep.telemetry.link import Link, Target
 from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.telemetry.reports import NO_DEVICE, Reporter
+from samestep.telemetry.timesheet import Timesheet, during
 from samestep.workload import Values
 
 logger = logging.getLogger(__name__)
@@ -90,9 +93,20 @@ class Loop:
         self._evaluated_at = -1
         self._committed = (start.step, start.digest) if start.digest is not None else None
         self._data_wait_s = 0.0
+        self._timesheet = Timesheet()
+        self._reporter = Reporter(
+            target,
+            attempt=attempt,
+            world_rank=peers.world_rank,
+            device_memory=lambda: _device_memory(self._device),
+        )
 
     def train(self) -> None:
         """Takes steps; ends with a checkpoint and the run's result at the recorder."""
+        with self._reporter:
+            self._train()
+
+    def _train(self) -> None:
         if self._spec.init_from.path is not None and self._committed is None:
             self._checkpoint()  # a resume needs the source no more, whatever becomes of it
         end_step, stop = self._built.end_step, False
@@ -142,6 +156,7 @@ class Loop:
                 "best": appraisal.best_as_json(),
                 "exit_status": int(ExitStatus.DONE if done else ExitStatus.INTERRUPTED),
                 "message": (appraisal.stop_reason or "") if reason == "early_stop" else "",
+                "timing": self._timesheet.lap(),
             },
         )
 
@@ -156,10 +171,12 @@ class Loop:
                 max_batches=1,
             )
 
+    @during(Activity.TRAINING)
     def _take_step(self) -> tuple[bool, Values]:
         spec, built, step = self._spec, self._built, self._step
         started = time.perf_counter()
-        self._data_wait_s = 0.0
+        self._data_wait_s, self._timesheet.num_samples = 0.0, 0
+        waited_s = self._peers.wait_s
         numerics.require_pinned(spec)
         if step != self._first_step:
             # That of the first was called when the group formed: the canary needs it too.
@@ -180,12 +197,15 @@ class Loop:
         digest = None
         if spec.digest_every and self._step % spec.digest_every == 0:
             digest = self._agreed_digest()
+        lap = self._timesheet.lap(waited_s=reduced.traffic.wait_s + self._peers.wait_s - waited_s)
+        self._reporter.add(lap, num_samples=self._timesheet.num_samples)
         if self._link is not None:
             timing = {
                 "step_s": time.perf_counter() - started,
                 "data_wait_s": self._data_wait_s,
                 "exchange_wait_s": reduced.traffic.wait_s,
                 "sent_bytes": reduced.traffic.sent_bytes,
+                **lap,
             }
             ids = [list(plan.ids) for plan in plans]
             self._record(step, plans[0].epoch, ids, reduced, updated, digest, timing)
@@ -199,7 +219,9 @@ class Loop:
             return False
         return schedule.every == "step" or num_steps % self._built.order.steps_per_epoch == 0
 
+    @during(Activity.DATA)
     def _take(self, plan: Any, device: Any) -> Any:
+        self._timesheet.num_samples += len(plan.ids)
         started = time.perf_counter()
         try:
             return self._feed.take(plan, device)
@@ -241,6 +263,7 @@ class Loop:
         )
         self._link.record(record.to_json())
 
+    @during(Activity.EVALUATION)
     def _evaluate(self) -> bool:
         """Evaluates, once a step; returns whether the state is the best so far."""
         if self._built.evaluation is None or self._evaluated_at == self._step:
@@ -279,6 +302,7 @@ class Loop:
             )
         return str(digest)
 
+    @during(Activity.CHECKPOINT)
     def _checkpoint(self) -> None:
         if self._committed is not None and self._committed[0] == self._step:
             return
@@ -337,6 +361,14 @@ def _values(step: int, epoch: int, reduced: Reduced, updated: Updated) -> Values
         metrics=dict(reduced.metrics),
         skipped=updated.skipped,
     )
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """The most that was allocated, and all there is, in bytes."""
+    if device.type != "cuda":
+        return NO_DEVICE
+    total = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_allocated(device), int(total)
 
 
 def _loss(reduced: Reduced) -> float | None:

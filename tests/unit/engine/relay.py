@@ -19,10 +19,12 @@ class Remote:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._lock = threading.Lock()
 
     def call(self, method: str, *args: Any) -> Any:
-        self._connection.send((method, args))
-        raised, value = self._connection.recv()
+        with self._lock:  # a worker's threads take turns
+            self._connection.send((method, args))
+            raised, value = self._connection.recv()
         if raised:
             raise value
         return value
