@@ -230,7 +230,7 @@ class Metrics:
         labels=("cause",),
         help=(
             "Attempts after the first, by what ended the one before: the kind of its last "
-            "incident, worker_lost or driver_lost without one, resumed after a planned end."
+            "incident, worker_lost or driver_lost without one; resumed where the run had ended."
         ),
     )
     REDONE_STEPS: Final = Metric(

@@ -17,8 +17,13 @@ JOB = "samestep"
 
 
 def announce(run: Storage, target: str) -> None:
-    """Says where a run's page is: `host:port`."""
-    targets = [{"targets": [target], "labels": {"job": JOB}}]
+    """Says where a run's page is: `host:port`.
+
+    Its series are told apart by the run directory, not by the port, which is another one after
+    each start: so a counter goes on where it was.
+    """
+    labels = {"job": JOB, "instance": run.uri}
+    targets = [{"targets": [target], "labels": labels}]
     storage, name = _place(run)
     storage.write(name, json.dumps(targets).encode())
 

@@ -189,7 +189,8 @@ def test_two_runs_with_one_port_both_have_a_page_of_their_own(
     storage = Storage.at(run.uri.rpartition("/")[0])
     assert announced(storage) == {"run": first_sink.target, "run-other": second_sink.target}
     (file,) = [name for name in storage.list(TARGETS_DIR) if "other" in name]
-    targets = [{"targets": [second_sink.target], "labels": {"job": "samestep"}}]
+    labels = {"job": "samestep", "instance": other.uri}
+    targets = [{"targets": [second_sink.target], "labels": labels}]
     assert json.loads(storage.read(f"{TARGETS_DIR}/{file}")) == targets
 
 
