@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ class Loop:
             target,
             attempt=attempt,
             world_rank=peers.world_rank,
-            device_memory=lambda: _device_memory(self._device),
+            # Not by way of the loop: a circle would keep the group's sockets open after an error.
+            device_memory=partial(_device_memory, self._device),
         )
 
     def train(self) -> None:
