@@ -25,6 +25,7 @@ GRAFANA: Final = Path(__file__).resolve().parent / "grafana"
 NUM_COLUMNS: Final = 3
 NUM_POINTS: Final = 240
 TIMEOUT_S: Final = 30.0
+UNITS: Final = {"s": "s", "bytes": "B", "Bps": "B/s"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +89,32 @@ def _draw_panel(axes: Axes, panel: Mapping[str, Any], source: Source) -> None:
         _stack(axes, lines, source)
     else:
         for name, points in lines:
-            axes.plot([t - source.start for t, _ in points], [v for _, v in points], label=name)
+            _plot(axes, name, points, source)
     axes.set_title(panel["title"], fontsize=10)
     axes.set_xlim(0, source.end - source.start)
     unit = panel["fieldConfig"]["defaults"]["unit"]
     if unit == "percentunit":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    else:
-        axes.yaxis.set_major_formatter(
-            EngFormatter({"s": "s", "bytes": "B", "Bps": "B/s"}.get(unit, ""))
-        )
+    elif unit in UNITS:
+        axes.yaxis.set_major_formatter(EngFormatter(UNITS[unit]))
     if panel["fieldConfig"]["defaults"].get("min") == 0:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], axes.dataLim.y1) * 1.05 or 1)
     axes.grid(alpha=0.3)
     if lines:
         axes.legend(fontsize=7, loc="upper left", ncols=2)
+
+
+def _plot(axes: Axes, name: str, points: Sequence[tuple[float, float]], source: Source) -> None:
+    """A line that is broken where there were no points."""
+    times: list[float] = []
+    values: list[float] = []
+    for t, value in points:
+        if times and t - source.start - times[-1] > 1.5 * source.step_s:
+            times.append(math.nan)
+            values.append(math.nan)
+        times.append(t - source.start)
+        values.append(value)
+    axes.plot(times, values, label=name)
 
 
 def _stack(

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 COMMANDS: Final = (
     *("init", "check", "train", "evaluate"),
-    *("runs", "show", "logs", "compare", "digest", "samples", "rm"),
+    *("runs", "show", "watch", "logs", "ui", "compare", "digest", "samples", "rm"),
 )
 
 
