@@ -1,6 +1,6 @@
 """Draws a run's dashboard from Prometheus' data: what Grafana would show, without a Grafana.
 
-python dashboards/draw.py http://localhost:9090 RUN --start UNIX_TIME --end UNIX_TIME --out FILE
+python dashboards/draw.py http://localhost:9090 RUN --start UNIX_TIME --out FILE
 """
 
 from __future__ import annotations
@@ -67,10 +67,18 @@ class Source:
         ]
 
 
-def draw(source: Source, *, title: str, dashboard: str = "run") -> Figure:
-    """All panels of a dashboard that have lines to draw."""
+def draw(source: Source, *, title: str, dashboard: str = "run", only: Sequence[str] = ()) -> Figure:
+    """The panels of a dashboard that are lines over time; `only` those titles, where given.
+
+    Raises:
+        ValueError: the dashboard has no panel of such a title.
+    """
     text = (GRAFANA / f"{dashboard}.json").read_text(encoding="utf-8")
-    panels = [panel for panel in json.loads(text)["panels"] if panel["type"] == "timeseries"]
+    found = {p["title"]: p for p in json.loads(text)["panels"] if p["type"] == "timeseries"}
+    unknown = [name for name in only if name not in found]
+    if unknown:
+        raise ValueError(f"no panel {unknown[0]!r}; the panels are {', '.join(found)}")
+    panels = [panel for name, panel in found.items() if not only or name in only]
     num_rows = math.ceil(len(panels) / NUM_COLUMNS)
     figure = Figure(figsize=(6 * NUM_COLUMNS, 2.7 * num_rows), layout="constrained", dpi=70)
     figure.suptitle(title)
@@ -101,7 +109,7 @@ def _draw_panel(axes: Axes, panel: Mapping[str, Any], source: Source) -> None:
         axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], axes.dataLim.y1) * 1.05 or 1)
     axes.grid(alpha=0.3)
     if lines:
-        axes.legend(fontsize=7, loc="upper left", ncols=2)
+        axes.legend(fontsize=7, loc="best", ncols=2, framealpha=0.6)
 
 
 def _plot(axes: Axes, name: str, points: Sequence[tuple[float, float]], source: Source) -> None:
@@ -121,12 +129,16 @@ def _stack(
     axes: Axes, lines: Sequence[tuple[str, list[tuple[float, float]]]], source: Source
 ) -> None:
     """Areas one upon the other; a missing or undefined point counts as 0."""
-    times = sorted({t for _, points in lines for t, _ in points})
-    heights = [[_finite(dict(points).get(t, 0.0)) for t in times] for _, points in lines]
-    if times:
-        axes.stackplot(
-            [t - source.start for t in times], heights, labels=[name for name, _ in lines]
-        )
+    if not lines:
+        return
+    values = [dict(points) for _, points in lines]
+    present = {t for points in values for t in points}
+    num_steps = int((source.end - source.start) / source.step_s) + 1
+    times = [source.start + number * source.step_s for number in range(num_steps)]
+    present |= {t for t in times if not any(abs(t - other) < source.step_s for other in present)}
+    times = sorted(present)
+    heights = [[_finite(points.get(t, 0.0)) for t in times] for points in values]
+    axes.stackplot([t - source.start for t in times], heights, labels=[name for name, _ in lines])
 
 
 def _finite(value: float) -> float:
@@ -145,12 +157,13 @@ def main() -> None:
     parser.add_argument("--start", type=float, required=True, help="seconds since the epoch")
     parser.add_argument("--end", type=float, default=time.time())
     parser.add_argument("--dashboard", default="run", help="fleet, run or incidents")
+    parser.add_argument("--only", nargs="*", default=(), help="titles of panels; default: all")
     parser.add_argument("--out", type=Path, required=True, help="file to write (.png or .svg)")
     given = parser.parse_args()
     source = Source(
         url=given.prometheus.rstrip("/"), run=given.run, start=given.start, end=given.end
     )
-    draw(source, title=given.run, dashboard=given.dashboard).savefig(given.out)
+    draw(source, title=given.run, dashboard=given.dashboard, only=given.only).savefig(given.out)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ def chart(points: Sequence[tuple[int, float]], *, width: int, height: int) -> li
     columns = max(1, width - LABEL_WIDTH - 1)
     if not points:
         return [""] * (height + 1)
-    low = min(value for _, value in points)
-    high = max(value for _, value in points)
     first, last = points[0][0], points[-1][0]
+    line = _spread(points, 2 * columns, first, last)
+    low = min(value for _, value in line)
+    high = max(value for _, value in line)
     cells = [[EMPTY] * columns for _ in range(height)]
     before: int | None = None
-    for x, value in _spread(points, 2 * columns, first, last):
+    for x, value in line:
         row = _place(high - value, high - low, 4 * height)
         start = row if before is None else before
         # From the last height to this one, so that steep parts have no holes.

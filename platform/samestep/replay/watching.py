@@ -80,7 +80,7 @@ class Watching:
         num_redone: steps taken again.
         num_incidents: incidents ever.
         last_checkpoint: (steps taken, time) of the last one.
-        events: (time, text) of the last events.
+        events: (time, text) of the last events, evaluations left out.
     """
 
     def __init__(self, run: Storage) -> None:
@@ -167,7 +167,7 @@ class Watching:
     def _add_event(self, event: EventRecord) -> None:
         fields = event.fields
         text = describe(event)
-        if text:
+        if text and event.event is not Event.EVALUATION:  # each would push the rare ones out
             self.events.append((event.time, text))
         match event.event:
             case Event.ATTEMPT_STARTED:

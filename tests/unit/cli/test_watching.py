@@ -68,7 +68,7 @@ def test_watch_shows_loss_evaluation_time_and_events_of_a_run_that_is_over(
         *("a  done  attempt 1, ddp, 0 workers  step 6 of 100", "loss 0.1250", "accuracy 0.2500"),
         *("test accuracy 0.7500", "checkpoint step 6", "goodput", "incidents 0"),
         "attempt 1 starts at step 0: mode ddp, 2 workers",
-        "evaluation at step 6: accuracy 0.75",
+        "checkpoint at step 6",
     ):
         assert text in result.output
 
@@ -187,9 +187,9 @@ def test_ui_on_a_taken_port_says_so(samestep: Command, make_run: MakeRun, tmp_pa
     assert "--port" in result.output
 
 
-def test_events_of_a_ledger_are_told_in_their_order(make_run: MakeRun) -> None:
-    watching = Watching(make_run("a", evaluation={6: 0.5}))
+def test_evaluations_do_not_push_rare_events_out(make_run: MakeRun) -> None:
+    watching = Watching(make_run("a", evaluation={5: 0.25, 6: 0.5}))
     watching.read()
-    texts = [text for _, text in watching.events]
-    assert texts[0].startswith("attempt 1 starts")
-    assert texts[-1].startswith("evaluation at step 6")
+    (started,) = [text for _, text in watching.events]
+    assert started.startswith("attempt 1 starts")
+    assert watching.evaluation == (6, {"accuracy": 0.5})

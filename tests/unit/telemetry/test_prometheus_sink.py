@@ -4,6 +4,7 @@ import json
 import math
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -350,3 +351,30 @@ def test_a_pushgateway_that_is_away_holds_up_nothing(open_recorder: Open, tell: 
     texts = [item["text"] for item in recorder.status()["messages"]]
     assert any("can't be reached" in text and str(port) in text for text in texts)
     recorder.close()
+
+
+def test_two_thousand_workers_that_report_every_second_take_little_of_it(
+    open_recorder: Open, tell: Any
+) -> None:
+    recorder, sink = open_recorder()
+    attempt = tell(recorder, 0, 2)
+    report = {
+        "attempt": attempt,
+        "num_steps": 1,
+        "num_samples": 4,
+        "own_s": 0.5,
+        "host_bytes": 1,
+        "host_limit_bytes": 2,
+        "device_bytes": 1,
+        "device_limit_bytes": 2,
+    }
+    started_s = time.process_time()
+    for world_rank in range(2000):
+        recorder.report({**report, "world_rank": world_rank})
+    recorder.drain()
+    took_s = time.process_time() - started_s
+    with urllib.request.urlopen(sink.url, timeout=30) as answer:
+        text = answer.read().decode()
+    assert text.count("samestep_worker_step_seconds{") == 2000
+    assert took_s < 0.5
+    assert time.process_time() - started_s - took_s < 1.0
