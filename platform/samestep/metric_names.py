@@ -212,12 +212,15 @@ class Metrics:
     WORKERS_WANTED: Final = Metric(
         name="samestep_workers_wanted",
         type=MetricType.GAUGE,
-        help="Workers that the run takes where there is room for them (workers.max).",
+        help=(
+            "Workers that the run takes where there is room for them (workers.max); 0 once it has "
+            "ended."
+        ),
     )
     WORKERS_MIN: Final = Metric(
         name="samestep_workers_min",
         type=MetricType.GAUGE,
-        help="Workers below which the run does not go on (workers.min).",
+        help="Workers below which the run does not go on (workers.min); 0 once it has ended.",
     )
     ATTEMPTS: Final = Metric(
         name="samestep_attempts_total",

@@ -45,6 +45,8 @@ def timed(name: str) -> str:
     return f'{name}{{run="a"}}'
 
 
+LIVES = {timed("samestep_workers_min"): flat(1, 240)}
+ENDED = {timed("samestep_workers_min"): flat(0, 240), timed("samestep_workers"): flat(0, 240)}
 STALLED = {
     timed("samestep_workers"): flat(2, 90),
     timed("samestep_step_seconds_sum"): flat(100, 90),
@@ -116,6 +118,24 @@ CASES = [
         at=20,
     ),
     Case(
+        alert="SamestepTooFewWorkers",
+        about="the run has ended",
+        series=ENDED,
+        at=20,
+    ),
+    Case(
+        alert="SamestepCheckpointTooOld",
+        about="the run has ended",
+        series={**ENDED, timed("samestep_last_checkpoint_timestamp_seconds"): flat(0, 240)},
+        at=180,
+    ),
+    Case(
+        alert="SamestepLossNotFinite",
+        about="the run has ended",
+        series={**ENDED, timed("samestep_loss"): "1 1 NaN NaN NaN NaN NaN"},
+        at=5,
+    ),
+    Case(
         alert="SamestepRestartStorm",
         about="a crash every minute",
         series={'samestep_restarts_total{run="a",cause="crash"}': "0 0 0 0 0+1x6 6x30"},
@@ -150,7 +170,7 @@ CASES = [
     Case(
         alert="SamestepCheckpointTooOld",
         about="the last was three hours ago",
-        series={timed("samestep_last_checkpoint_timestamp_seconds"): flat(0, 240)},
+        series={**LIVES, timed("samestep_last_checkpoint_timestamp_seconds"): flat(0, 240)},
         at=180,
         description=(
             "Run a has had no checkpoint for 3h 0m 0s; losing all workers and "
@@ -160,7 +180,7 @@ CASES = [
     Case(
         alert="SamestepCheckpointTooOld",
         about="there never was one",
-        series={timed("samestep_attempt_started_timestamp_seconds"): flat(0, 240)},
+        series={**LIVES, timed("samestep_attempt_started_timestamp_seconds"): flat(0, 240)},
         at=180,
         description=(
             "Run a has had no checkpoint for 3h 0m 0s; losing all workers and "
@@ -171,6 +191,7 @@ CASES = [
         alert="SamestepCheckpointTooOld",
         about="the attempt is old and its checkpoint new",
         series={
+            **LIVES,
             timed("samestep_attempt_started_timestamp_seconds"): flat(0, 240),
             timed("samestep_last_checkpoint_timestamp_seconds"): "0+60x240",
         },
@@ -179,21 +200,21 @@ CASES = [
     Case(
         alert="SamestepLossNotFinite",
         about="NaN",
-        series={timed("samestep_loss"): "1 1 NaN NaN NaN NaN NaN"},
+        series={**LIVES, timed("samestep_loss"): "1 1 NaN NaN NaN NaN NaN"},
         at=5,
         description="The loss of run a is NaN.",
     ),
     Case(
         alert="SamestepLossNotFinite",
         about="infinite",
-        series={timed("samestep_loss"): "1 1 Inf Inf Inf Inf Inf"},
+        series={**LIVES, timed("samestep_loss"): "1 1 Inf Inf Inf Inf Inf"},
         at=5,
         description="The loss of run a is +Inf.",
     ),
     Case(
         alert="SamestepLossNotFinite",
         about="large",
-        series={timed("samestep_loss"): "1 1 1e30 1e30 1e30 1e30"},
+        series={**LIVES, timed("samestep_loss"): "1 1 1e30 1e30 1e30 1e30"},
         at=5,
     ),
     Case(

@@ -82,8 +82,10 @@ class Page(Collector):
         goodput = totals.accounting.goodput(self.clock())
         if goodput is not None:
             values[Metrics.GOODPUT, ()] = goodput
-        values[Metrics.WORKERS_WANTED, ()] = float(info.spec.workers.max)
-        values[Metrics.WORKERS_MIN, ()] = float(info.spec.workers.min)
+        workers = info.spec.workers
+        # The last values may lie in a Pushgateway for long: a run that has ended wants nothing.
+        values[Metrics.WORKERS_WANTED, ()] = 0.0 if totals.finished else float(workers.max)
+        values[Metrics.WORKERS_MIN, ()] = 0.0 if totals.finished else float(workers.min)
         labels = (
             str(totals.attempt),
             totals.mode,

@@ -49,6 +49,7 @@ class Totals:
         mode: its mode.
         numerics: names the numerics it runs under.
         num_steps: steps taken.
+        finished: the run has ended, and nobody has gone on with it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Totals:
         self.num_steps = 0
         self._started: tuple[int, int] | None = None
         self._ended: Mapping[str, Any] | None = None
-        self._finished = False
+        self.finished = False
         self._last_incident: str | None = None
         self._num_recoveries = 0
         for metric in COUNTED_FROM_THE_START:
@@ -146,7 +147,7 @@ class Totals:
                 self._last_incident = str(fields.get("kind", ""))
                 self._count(Metrics.INCIDENTS, 1, self._last_incident)
             case Event.FINISHED:
-                self._finished = True
+                self.finished = True
                 timing = fields.get(TIMING)
                 if isinstance(timing, Mapping):
                     self._add_checkpoint(seconds_of(timing))
@@ -165,14 +166,14 @@ class Totals:
         self.numerics = str(fields.get("numerics_id", ""))
         start_step = int(fields.get("start_step", record.step))
         self._started = start_step, int(fields.get("known_steps", start_step))
-        self._ended, self._finished, self._last_incident = None, False, None
+        self._ended, self.finished, self._last_incident = None, False, None
         for seconds in self.accounting.recoveries[self._num_recoveries :]:
             self.distributions[Metrics.RECOVERY_SECONDS].add(seconds)
         self._num_recoveries = len(self.accounting.recoveries)
 
     def _why_restarted(self) -> str:
         """A cause of the closed list; the first that applies."""
-        if self._finished:
+        if self.finished:
             return RestartCause.RESUMED
         if self._last_incident in RESTART_CAUSES:
             return str(self._last_incident)

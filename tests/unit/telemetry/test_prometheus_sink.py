@@ -291,6 +291,16 @@ def test_restarts_are_counted_by_what_ended_the_attempt_before(
     assert recoveries == (0 if end else 1)
 
 
+def test_a_run_that_has_ended_wants_no_workers(open_recorder: Open, tell: Any) -> None:
+    recorder, sink = open_recorder()
+    attempt = tell(recorder, 0, 2)
+    recorder.finish(attempt, {"status": "done", "step": 2})
+    recorder.drain()
+    samples = scrape(sink.url)
+    for metric in (Metrics.WORKERS, Metrics.WORKERS_WANTED, Metrics.WORKERS_MIN):
+        assert value(samples, metric) == 0
+
+
 def test_a_driver_that_died_without_a_word_is_a_cause_of_its_own(
     open_recorder: Open, tell: Any
 ) -> None:
