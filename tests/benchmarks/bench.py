@@ -1,6 +1,6 @@
 """Step times against stock DistributedDataParallel, and what the exact reduction takes.
 
-    make bench                                     everything, under 30 minutes on two cores
+    make bench                                     all but telemetry, under 30 minutes on two cores
     make bench ARGS=--quick                        everything, a few minutes, to see that it works
     make bench ARGS="--parts steps --models mlp"   a part of it
 
@@ -19,8 +19,8 @@ without the latter page faults make one engine or another slower, by chance, in 
     counts        extra gradient buffers and bytes sent in a step, against the forecast
     dataparallel  one process with all shards in turn against workers in parallel; on GPUs also
                   stock nn.DataParallel
-    telemetry     chargpt through Ray with MLflow and Prometheus off, on, and with a server that
-                  never answers
+    telemetry     (only when asked for by --parts) chargpt through Ray with MLflow and Prometheus
+                  off, on, and with a server that never answers
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from rich.console import Console
 from whole_runs import telemetry_rows, telemetry_times
 
 BASES = ("plain, default flags", "plain, bucket view")
-PARTS = ("steps", "profile", "counts", "dataparallel", "telemetry")
+DEFAULT_PARTS = ("steps", "profile", "counts", "dataparallel")
+PARTS = (*DEFAULT_PARTS, "telemetry")
 
 # By number of workers, numbers of shards: powers of two and others, aligned and not.
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
@@ -58,6 +59,7 @@ DATAPARALLEL_MODELS = ("digits", "mlp")
 DATAPARALLEL_SHARDS = 4
 DATAPARALLEL_ROUNDS = 30
 PROFILE_ROUNDS = 20
+NOT_JUDGED = 3
 TELEMETRY_ROUNDS = 5
 TELEMETRY_STEPS = 150
 
@@ -93,7 +95,9 @@ class Bench:
         return launch(task, workers=workers or self._options.workers)
 
     def _launches(self, task: dict[str, Any]) -> list[Any]:
-        return [self._launch(task) for _ in range(self._options.launches)]
+        is_judged = MODELS[task["model"]].is_judged
+        number = self._options.launches if is_judged else min(self._options.launches, NOT_JUDGED)
+        return [self._launch(task) for _ in range(number)]
 
     def _steps(self) -> None:
         self.found["steps"] = []
@@ -195,7 +199,7 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="1 launch of 10 rounds")
-    parser.add_argument("--parts", type=_chosen(PARTS), default=list(PARTS))
+    parser.add_argument("--parts", type=_chosen(PARTS), default=list(DEFAULT_PARTS))
     parser.add_argument("--models", type=_chosen(tuple(MODELS)), default=list(MODELS))
     parser.add_argument("--shards-per-worker", type=_numbers, default=[1, 4], metavar="N,N")
     parser.add_argument("--launches", type=_positive, help="of each group of workers (5)")

@@ -7,14 +7,13 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import RUNS
+from samestep.cli.wide import print_whole
 from samestep.errors import InputError
 from samestep.names import SPEC_FILE
 from samestep.replay.listing import RunLine, list_runs
@@ -50,10 +49,7 @@ def runs(
     if not found:
         print(f"no runs in {place.uri}")
         return
-    console, table = Console(soft_wrap=True, highlight=False), _table(found, time.time())
-    # A narrow terminal wraps lines; the table itself would cut names.
-    console.width = max(console.width, Measurement.get(console, console.options, table).maximum)
-    console.print(table)
+    print_whole(_table(found, time.time()))
 
 
 def _table(found: list[RunLine], now_s: float) -> Table:
