@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.names import Event, TimePart
@@ -219,6 +219,7 @@ def ledgers(draw: st.DrawFn) -> list[Record]:
 
 
 @given(ledgers())
+@settings(deadline=None)
 def test_the_parts_add_up_to_the_wall_clock_and_none_ever_shrinks(records: list[Record]) -> None:
     accounting = Accounting()
     before = dict(accounting.seconds)
