@@ -58,8 +58,11 @@ lint: venv ## Checks style, types and the layers of the code
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-fmt: venv ## Formats the code, mends what ruff can, and makes docs/spec.md anew
+fmt: venv ## Formats the code, mends what ruff can, and makes anew what is made from code
 	$(BIN)/ruff check --fix --exit-zero
 	$(BIN)/ruff format
 	$(BIN)/python -m samestep.cli.specdoc > docs/spec.md.new
 	mv docs/spec.md.new docs/spec.md
+	$(BIN)/python -m samestep.cli.metricsdoc > docs/metrics.md.new
+	mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/python dashboards/build.py

@@ -5,7 +5,6 @@ Code, docs, dashboards and tests take the names from here; none is spelt out a s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -30,7 +29,9 @@ ATTEMPT_PREFIX: Final = "attempt-"
 WORKER_PREFIX: Final = "worker-"
 LOG_SUFFIX: Final = ".log"
 TRACKING_FILE: Final = "mlflow.json"
-METRICS_FILE: Final = "metrics.json"
+TARGETS_DIR: Final = ".prometheus"
+"""In the storage folder, beside the runs, none of which can be called so."""
+TARGET_SUFFIX: Final = ".json"
 MODEL_DIR: Final = "model"
 TRACKING_DATABASE: Final = "mlflow.db"
 TRACKING_ARTIFACTS_DIR: Final = "mlartifacts"
@@ -47,6 +48,7 @@ THREAD_WATCHDOG: Final = "samestep-watchdog"
 THREAD_SAVE: Final = "samestep-save"
 THREAD_SNAPSHOT: Final = "samestep-snapshot"
 THREAD_WARM: Final = "samestep-warm"
+THREAD_REPORTS: Final = "samestep-reports"
 THREAD_LEASE: Final = "samestep-lease"
 THREAD_SINK_PREFIX: Final = "samestep-sink-"
 THREAD_METRICS_SERVER: Final = "samestep-metrics-server"
@@ -98,6 +100,39 @@ class RunState(StrEnum):
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     FENCED = "fenced"
+
+
+class Activity(StrEnum):
+    """What a worker does at a moment; between steps, where nothing else is told, it is idle."""
+
+    TRAINING = "training"
+    DATA = "data"
+    COMMUNICATION = "communication"
+    CHECKPOINT = "checkpoint"
+    EVALUATION = "evaluation"
+    IDLE = "idle"
+
+
+class TimePart(StrEnum):
+    """What a run's wall-clock time went to: a closed list whose parts add up to it."""
+
+    KEPT = "kept"
+    REDONE = "redone"
+    STARTING = "starting"
+    WAITING = "waiting"
+    DATA = "data"
+    COMMUNICATION = "communication"
+    CHECKPOINT = "checkpoint"
+    EVALUATION = "evaluation"
+    IDLE = "idle"
+
+
+class RestartCause(StrEnum):
+    """Why an attempt after the first began, where no incident's kind tells: a closed list."""
+
+    WORKER_LOST = "worker_lost"
+    DRIVER_LOST = "driver_lost"
+    RESUMED = "resumed"
 
 
 class Env(StrEnum):
@@ -162,138 +197,3 @@ class Series(StrEnum):
     SKIPPED = "skipped"
     TRAIN_PREFIX = "train/"
     EVALUATION_PREFIX = "eval/"
-
-
-class MetricType(StrEnum):
-    """Kinds of Prometheus metrics."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """A Prometheus metric.
-
-    Attributes:
-        name: as it is scraped; of a histogram without `_bucket`, `_sum` and `_count`.
-        type: its kind.
-        unit: base unit; empty for counts and plain values.
-        labels: beside `run`, which every metric has.
-        help: what it tells.
-    """
-
-    name: str
-    type: MetricType
-    help: str
-    unit: str = ""
-    labels: tuple[str, ...] = ()
-
-
-LABEL_RUN: Final = "run"
-
-
-class Metrics:
-    """Every Prometheus metric; counters are sums over the ledger, so no restart resets them."""
-
-    STEPS: Final = Metric(
-        name="samestep_steps_total",
-        type=MetricType.COUNTER,
-        help="Steps taken, each counted once.",
-    )
-    SAMPLES: Final = Metric(
-        name="samestep_samples_total",
-        type=MetricType.COUNTER,
-        help="Samples of the steps taken, each step counted once.",
-    )
-    STEP_SECONDS: Final = Metric(
-        name="samestep_step_seconds",
-        type=MetricType.HISTOGRAM,
-        unit="seconds",
-        help="Duration of a step, as worker 0 sees it.",
-    )
-    DATA_WAIT_SECONDS: Final = Metric(
-        name="samestep_data_wait_seconds_total",
-        type=MetricType.COUNTER,
-        unit="seconds",
-        help="Time worker 0 waited for data.",
-    )
-    LOSS: Final = Metric(
-        name="samestep_loss", type=MetricType.GAUGE, help="Training loss of the last step."
-    )
-    GRAD_NORM: Final = Metric(
-        name="samestep_grad_norm",
-        type=MetricType.GAUGE,
-        help="Global norm of the last step's gradient, before clipping.",
-    )
-    LEARNING_RATE: Final = Metric(
-        name="samestep_learning_rate",
-        type=MetricType.GAUGE,
-        labels=("group",),
-        help="Learning rate of the last step, by parameter group.",
-    )
-    TRAIN: Final = Metric(
-        name="samestep_train_metric",
-        type=MetricType.GAUGE,
-        labels=("metric",),
-        help="The workload's own metrics of the last step.",
-    )
-    EVALUATION: Final = Metric(
-        name="samestep_evaluation_metric",
-        type=MetricType.GAUGE,
-        labels=("metric",),
-        help="Metrics of the last evaluation.",
-    )
-    WORKERS: Final = Metric(
-        name="samestep_workers", type=MetricType.GAUGE, help="Workers of the present attempt."
-    )
-    ATTEMPTS: Final = Metric(
-        name="samestep_attempts_total",
-        type=MetricType.COUNTER,
-        help="Attempts begun: one more than the restarts of the worker group.",
-    )
-    REDONE_STEPS: Final = Metric(
-        name="samestep_redone_steps_total",
-        type=MetricType.COUNTER,
-        help="Steps taken again after restarts, counted once an attempt is through with them.",
-    )
-    INCIDENTS: Final = Metric(
-        name="samestep_incidents_total",
-        type=MetricType.COUNTER,
-        labels=("kind",),
-        help="Incidents, by kind.",
-    )
-    LAST_STEP: Final = Metric(
-        name="samestep_last_step_timestamp_seconds",
-        type=MetricType.GAUGE,
-        unit="seconds",
-        help="When the last step came in, steps taken again included; seconds since the epoch.",
-    )
-    LAST_CHECKPOINT: Final = Metric(
-        name="samestep_last_checkpoint_timestamp_seconds",
-        type=MetricType.GAUGE,
-        unit="seconds",
-        help="When the last checkpoint was committed; seconds since the epoch.",
-    )
-    TRACKING_UP: Final = Metric(
-        name="samestep_tracking_up",
-        type=MetricType.GAUGE,
-        help="1 while MLflow takes what is delivered, else 0.",
-    )
-    TRACKING_WAITING: Final = Metric(
-        name="samestep_tracking_waiting_steps",
-        type=MetricType.GAUGE,
-        help="Steps in the ledger that MLflow has not got yet.",
-    )
-    RUN_INFO: Final = Metric(
-        name="samestep_run_info",
-        type=MetricType.GAUGE,
-        labels=("attempt", "mode", "mlflow_run_id", "job_id", "version"),
-        help="Always 1; its labels tell which run this is.",
-    )
-
-
-METRICS: Final = tuple(item for item in vars(Metrics).values() if isinstance(item, Metric))
-STEP_SECONDS_BUCKETS: Final = tuple(2.0**power for power in range(-10, 11))
-"""Upper bounds in seconds: about 1 ms to 17 minutes."""

@@ -53,3 +53,12 @@ class Metrics(Part):
         description="address to listen on; 0.0.0.0: all, where Prometheus is on another machine",
         json_schema_extra=FREE,
     )
+    pushgateway: str | None = Field(
+        None,
+        pattern=r"^https?://\S+$",
+        description=(
+            "URL of a Prometheus Pushgateway that gets the last values when the run ends; for runs "
+            "shorter than Prometheus' scrape interval"
+        ),
+        json_schema_extra=FREE,
+    )

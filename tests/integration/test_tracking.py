@@ -340,3 +340,34 @@ def test_what_a_run_that_is_over_could_not_deliver_is_delivered_on_request(
     assert run.info.status == "FINISHED"
     assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == [0, 1, 2]
     assert deliver_rest(later.plan(), later.uri, **known) == []
+
+
+def test_the_ui_shows_the_runs_until_a_signal_and_leaves_nothing_behind(
+    tmp_path: Path,
+    make_story: MakeStory,
+    start_command: Callable[..., subprocess.Popen[str]],
+    wait_until: WaitUntil,
+) -> None:
+    story = make_story()
+    story.open()
+    story.begin(0)
+    story.finish(step=0)
+    story.recorder.close()
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    ui = start_command("ui", tmp_path / "runs", "--port", str(port), cwd=tmp_path)
+
+    def answers() -> bool:
+        assert ui.poll() is None, ui.communicate()
+        try:
+            with urllib.request.urlopen(f"{uri}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+    wait_until(answers, 120, "MLflow's pages answer")
+    assert only_run(uri).data.tags[Tag.RUN] == "a"
+    ui.send_signal(signal.SIGTERM)
+    output, _ = ui.communicate(timeout=60)
+    assert ui.returncode == 0, output
+    assert "metrics: no run here is alive" in output

@@ -23,10 +23,11 @@ NOT_PASSED_ON = {
     *("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"),
 }
 
-PROGRAMS = "git|make|mkdir|mlflow|ray|samestep"
+PROGRAMS = "git|make|mkdir|mlflow|prometheus|ray|samestep"
 NOT_RUN = {
     "git clone": "the checkout stands for it",
-    ".venv/bin/mlflow server": "does not end by itself; the integration tests start one",
+    ".venv/bin/samestep ui": "does not end by itself; the integration tests start one",
+    "prometheus": "does not end by itself; another test here starts one",
     "ray job submit": "needs a cluster; the integration tests start one and submit to it",
 }
 

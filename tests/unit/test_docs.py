@@ -13,8 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from samestep import Mode, load_spec, train
+from samestep.cli import metricsdoc
 from samestep.cli.main import app
 from samestep.cli.specdoc import render
+from samestep.metric_names import METRICS
 from samestep.spec import JobSpec, bits_fields
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +92,13 @@ def test_the_page_of_the_spec_is_up_to_date() -> None:
     page = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
     assert page == render(), "run: python -m samestep.cli.specdoc > docs/spec.md"
     assert all(f"| `{path}` |" in page for path, _ in bits_fields())
+
+
+def test_the_page_of_the_metrics_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    told = "run: python -m samestep.cli.metricsdoc > docs/metrics.md"
+    assert page == metricsdoc.render(), told
+    assert all(f"| `{metric.name}` |" in page for metric in METRICS)
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)

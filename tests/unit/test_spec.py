@@ -375,7 +375,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
             "mode": draw(st.sampled_from(Mode)).value,
             "precision": draw(st.sampled_from(["fp32", "bf16", "fp16"])),
             "clip_norm": draw(st.one_of(st.none(), RATES)),
-            "storage": draw(st.text(min_size=1, max_size=12)),
+            "storage": draw(st.text(min_size=1, max_size=12).filter(str.strip)),
             "faults": {"hang_timeout_s": draw(RATES)},
             "numerics": {"cpu_capability": draw(st.sampled_from([None, "default", "avx2"]))},
         }

@@ -126,17 +126,17 @@ def cells_of(status: dict[str, Any]) -> list[tuple[str, str]]:
     cells = [
         ("step", f"{status['step']}/{total}" if total else str(status["step"])),
         ("epoch", str(status["epoch"])),
-        ("loss", _number(status["loss"])),
+        ("loss", number(status["loss"])),
     ]
     metrics = dict(status["metrics"])
     evaluation = (status["evaluation"] or {}).get("metrics", {})
-    cells += [(name, _number(value)) for name, value in metrics.items()]
-    cells += [(f"test {name}", _number(value)) for name, value in evaluation.items()]
+    cells += [(name, number(value)) for name, value in metrics.items()]
+    cells += [(f"test {name}", number(value)) for name, value in evaluation.items()]
     workers = status["workers"]
     cells += [
-        ("samples/s", _number(status["samples_per_s"], digits=0)),
+        ("samples/s", number(status["samples_per_s"], digits=0)),
         ("workers", f"{workers} ({status['mode']})" if status["mode"] else "starting"),
-        ("left", _duration(status["eta_s"])),
+        ("left", duration(status["eta_s"])),
     ]
     return cells
 
@@ -156,11 +156,13 @@ def _panel(status: dict[str, Any]) -> Table:
     return panel
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def number(value: float | None, digits: int = 4) -> str:
+    """A value for people; a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds for people; a dash where there is nothing to tell."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(int(seconds), 60)

@@ -10,8 +10,8 @@ from typer.core import TyperGroup
 
 COMMANDS: Final = (
     *("init", "check", "train", "evaluate", "drill"),
-    *("runs", "show", "logs", "incidents", "checkpoints", "compare", "digest", "samples"),
-    *("export", "rm"),
+    *("runs", "show", "watch", "logs", "ui", "incidents", "checkpoints", "compare", "digest"),
+    *("samples", "export", "rm"),
 )
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -442,6 +443,7 @@ class _Attempt:
                 "dataset_size": built.dataset_size,
                 "custom_order": built.custom_order,
                 "placement_dependent": mixed,
+                "process_started": psutil.Process().create_time(),
             }
             if initial is not None:
                 info["init_from"] = initial.to_json()

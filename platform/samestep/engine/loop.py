@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from samestep.checkpoint.storage import Storage
@@ -30,9 +32,11 @@ from samestep.engine.update import apply_update
 from samestep.errors import ExitStatus, PeerLostError
 from samestep.exact import numerics
 from samestep.faults.progress import Phase, Progress
-from samestep.names import Event
+from samestep.names import Activity, Event
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Link, Target
+from samestep.telemetry.reports import NO_DEVICE, Reporter
+from samestep.telemetry.timesheet import Timesheet, during
 from samestep.workload import Values, Workload
 
 logger = logging.getLogger(__name__)
@@ -98,7 +102,15 @@ class Loop:
         self._hooks = Hooks(built.workload, seed=spec.seed, device=self._device)
         self._evaluation = start.rest.evaluation
         self._evaluated_at = start.step if start.rest.evaluation is not None else -1
-        self._data_wait_s = 0.0
+        self._data_wait_s = self._waited_before_s = 0.0
+        self._timesheet = Timesheet()
+        self._reporter = Reporter(
+            target,
+            attempt=attempt,
+            world_rank=peers.world_rank,
+            # Not by way of the loop: a circle would keep the group's sockets open after an error.
+            device_memory=partial(_device_memory, self._device),
+        )
         self._flag = 0
         self._keeping = Keeping(
             spec=spec,
@@ -123,7 +135,8 @@ class Loop:
             False when the workers parked instead: the run goes on in another group.
         """
         try:
-            ended = self._train()
+            with self._reporter:
+                ended = self._train()
         except PeerLostError:
             # Its part will not come. What lies in shared memory is for the next attempt.
             self._keeping.close(wait_s=0, keep_images=True)
@@ -135,7 +148,8 @@ class Loop:
         return ended
 
     def _train(self) -> bool:
-        self._keeping.begin()
+        with self._timesheet.on(Activity.CHECKPOINT):
+            self._keeping.begin()
         end_step, flag = self._built.end_step, Flag.GO_ON
         self._settle()
         while self._step < end_step and not flag and self._appraisal.stop_reason is None:
@@ -145,11 +159,11 @@ class Loop:
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
             if flag is Flag.PARK_AND_SAVE:
-                self._keeping.end(self._step, evaluation=self._evaluation_here)
+                self._end()
             return False
         if done:
             self._evaluate()
-        self._keeping.end(self._step, evaluation=self._evaluation_here)
+        self._end()
         self._progress.at(Phase.ENDING, step=self._step)
         self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
@@ -195,13 +209,18 @@ class Loop:
         if self._stage < Stage.SETTLED:
             if self._step < self._built.end_step:
                 self._progress.at(Phase.CHECKPOINT, step=self._step)
-                self._keeping.after_step(
-                    self._step,
-                    flag=self._flag,
-                    is_best=self._is_best,
-                    evaluation=self._evaluation_here,
-                )
+                with self._timesheet.on(Activity.CHECKPOINT):
+                    self._keeping.after_step(
+                        self._step,
+                        flag=self._flag,
+                        is_best=self._is_best,
+                        evaluation=self._evaluation_here,
+                    )
             self._stage = Stage.SETTLED
+
+    @during(Activity.CHECKPOINT)
+    def _end(self) -> None:
+        self._keeping.end(self._step, evaluation=self._evaluation_here)
 
     def _finish(self, done: bool) -> None:
         if self._link is None:
@@ -231,6 +250,7 @@ class Loop:
                 "best": appraisal.best_as_json(),
                 "exit_status": int(ExitStatus.DONE if done else ExitStatus.INTERRUPTED),
                 "message": (appraisal.stop_reason or "") if reason == "early_stop" else "",
+                "timing": self._timesheet.lap(),
             },
         )
 
@@ -245,10 +265,12 @@ class Loop:
                 max_batches=1,
             )
 
+    @during(Activity.TRAINING)
     def _take_step(self) -> Flag:
         spec, built, step = self._spec, self._built, self._step
         started = time.perf_counter()
-        self._data_wait_s = 0.0
+        self._data_wait_s, self._timesheet.num_samples = 0.0, 0
+        self._waited_before_s = self._peers.wait_s
         numerics.require_pinned(spec)
         if not self._begun:
             self._before_step()
@@ -310,7 +332,9 @@ class Loop:
             return False
         return schedule.every == "step" or num_steps % self._built.order.steps_per_epoch == 0
 
+    @during(Activity.DATA)
     def _take(self, plan: Any, device: Any) -> Any:
+        self._timesheet.num_samples += len(plan.ids)
         started = time.perf_counter()
         try:
             return self._feed.take(plan, device)
@@ -322,17 +346,22 @@ class Loop:
     ) -> None:
         assert self._values is not None
         self._recording.require_current()
+        waited_s = reduced.traffic.wait_s + self._peers.wait_s - self._waited_before_s
+        lap = self._timesheet.lap(waited_s=waited_s)
+        self._reporter.add(lap, num_samples=self._timesheet.num_samples)
         timing = {
             "step_s": time.perf_counter() - started,
             "data_wait_s": self._data_wait_s,
             "exchange_wait_s": reduced.traffic.wait_s,
             "sent_bytes": reduced.traffic.sent_bytes,
             "at_s": time.time(),
+            **lap,
         }
         self._recording.step(
             step_record(self._values, ids=ids, reduced=reduced, digest=digest, timing=timing)
         )
 
+    @during(Activity.EVALUATION)
     def _evaluate(self) -> bool:
         """Evaluates, once a step; returns whether the state is the best so far."""
         if self._built.evaluation is None or self._evaluated_at == self._step:
@@ -358,3 +387,11 @@ class Loop:
     @property
     def _evaluation_here(self) -> dict[str, float] | None:
         return self._evaluation if self._evaluated_at == self._step else None
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """The most that was allocated, and all there is, in bytes."""
+    if device.type != "cuda":
+        return NO_DEVICE
+    total = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_allocated(device), int(total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -37,6 +38,8 @@ class Peers:
         self._group = group
         self.world_rank = dist.get_rank(group) if group else 0
         self.world_size = dist.get_world_size(group) if group else 1
+        self.wait_s = 0.0
+        """Seconds spent so far in waiting for others' messages."""
         self._others = [r for r in range(self.world_size) if r != self.world_rank]
 
     def gather(self, message: Any) -> Callable[[], list[Any]]:
@@ -57,6 +60,7 @@ class Peers:
             sends += [(p, self._isend(rest, p, REST_TAG)) for p in self._others]
 
         def wait() -> list[Any]:
+            started = time.perf_counter()
             messages: dict[int, Any] = {self.world_rank: message}
             for peer, work in works:
                 _wait(work, peer)
@@ -66,6 +70,7 @@ class Peers:
                 # finds it missing.
                 with suppress(PeerLostError):
                     _wait(work, peer)
+            self.wait_s += time.perf_counter() - started
             return [messages[rank] for rank in range(self.world_size)]
 
         return wait

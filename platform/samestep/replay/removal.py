@@ -7,6 +7,7 @@ from samestep.errors import InputError, RunInUseError
 from samestep.names import LEASE_PREFIX, LEDGER_DIR, SPEC_FILE
 from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_spec
+from samestep.telemetry.targets import withdraw
 
 
 def require_removable(run: Storage) -> None:
@@ -48,6 +49,7 @@ def remove_run(run: Storage) -> None:
         for name in run.list():
             if name != SPEC_FILE and not name.startswith(LEASE_PREFIX):
                 run.delete(name)
+        withdraw(run)  # left by a process that was killed
     finally:
         lease.release()
     run.delete("")

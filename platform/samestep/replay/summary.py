@@ -120,7 +120,7 @@ def summarize(run: Storage) -> RunSummary:
     return RunSummary(
         uri=run.uri,
         spec=spec,
-        status=_status(past, held, result),
+        status=status_of(held, result, has_begun=bool(attempts)),
         holder=held,
         result=result,
         attempts=tuple(attempts),
@@ -147,12 +147,13 @@ def why_ended(attempt: Attempt) -> str:
     return f"{reason} ({cause})" if cause else reason
 
 
-def _status(past: Past, held: Holder | None, result: dict[str, Any] | None) -> str:
+def status_of(held: Holder | None, result: dict[str, Any] | None, *, has_begun: bool) -> str:
+    """What a run is at: as its result says, else by who holds it and whether it has an attempt."""
     if result is not None:
         return str(result.get("status"))
     if held is None:
         return DIED
-    return str(RunState.RUNNING if past.attempts else RunState.STARTING)
+    return str(RunState.RUNNING if has_begun else RunState.STARTING)
 
 
 def _evaluation(past: Past) -> dict[str, Any] | None:

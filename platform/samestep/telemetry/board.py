@@ -108,7 +108,7 @@ class Board:
         self._show_event(event)
         if event.event == Event.INCIDENT:
             self._values["incidents"] += 1
-        text = _describe(event)
+        text = describe(event)
         if text:
             self.say(text)
 
@@ -178,7 +178,8 @@ class Board:
                 pass
 
 
-def _describe(event: EventRecord) -> str:
+def describe(event: EventRecord) -> str:
+    """An event in a few words, for people; empty where there is nothing to say."""
     fields: Mapping[str, Any] = event.fields
     match event.event:
         case Event.ATTEMPT_STARTED:

@@ -71,7 +71,8 @@ class Patient:
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._target = target
+        self.once = target
+        """The same for calls that are not worth repeating."""
         self._timeout_s = timeout_s
         self._monotonic = monotonic
         self._sleep = sleep
@@ -85,7 +86,7 @@ class Patient:
         end, pause_s = self._monotonic() + self._timeout_s, FIRST_BACKOFF_S
         while True:
             try:
-                return self._target.call(method, *args)
+                return self.once.call(method, *args)
             except (ConnectionError, TimeoutError) as error:
                 if self._monotonic() >= end:
                     raise RecorderError(

@@ -38,6 +38,7 @@ from samestep.spec import dump_spec
 from samestep.telemetry import provenance
 from samestep.telemetry.mlflow_client import MlflowRun, Point
 from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.sink import RunInfo, StartOver
 from samestep.telemetry.spool import START, Line, Position
 from samestep.telemetry.tracking_file import (
@@ -183,6 +184,9 @@ class MlflowSink:
 
     def live(self, record: StepRecord) -> None:
         """Nothing: only what is in the ledger goes to MLflow."""
+
+    def reports(self, found: Sequence[WorkerReport], num_dropped: int) -> None:
+        """Nothing, likewise."""
 
     def status(self) -> dict[str, Any]:
         """`mlflow`: where the run is, whether it takes what is delivered, and how far it is."""

@@ -16,11 +16,13 @@ from typing import Any, Final
 
 from samestep.names import THREAD_SINK_PREFIX
 from samestep.telemetry.records import StepRecord
+from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.sink import RunInfo, Sink, StartOver
 from samestep.telemetry.spool import START, Spool
 
 MAX_LINES: Final = 500
 MAX_NOTES: Final = 100
+MAX_REPORTS: Final = 10_000
 FIRST_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 30.0
 IDLE_S: Final = 60.0
@@ -59,6 +61,8 @@ class Outlet:
         self._changed = threading.Condition()
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._latest: StepRecord | None = None
+        self._reports: deque[WorkerReport] = deque()
+        self._num_dropped = 0
         self._num_announced = 1  # what the ledger holds already
         self._num_delivered = self._num_failures = 0
         self._hurry = self._closing = False
@@ -79,6 +83,16 @@ class Outlet:
         with self._changed:
             self._num_announced += 1
             self._latest = latest or self._latest
+            self._changed.notify_all()
+
+    def report(self, report: WorkerReport) -> None:
+        """Hands a worker's report on with the next delivery; the oldest makes room for it."""
+        with self._changed:
+            if len(self._reports) == MAX_REPORTS:
+                self._reports.popleft()
+                self._num_dropped += 1
+            self._reports.append(report)
+            self._num_announced += 1
             self._changed.notify_all()
 
     def notes(self) -> list[str]:
@@ -175,6 +189,8 @@ class Outlet:
     def _deliver(self) -> None:
         with self._changed:
             announced, latest, self._latest = self._num_announced, self._latest, None
+            reports, self._reports = self._reports, deque()
+            num_dropped, self._num_dropped = self._num_dropped, 0
         more = True
         while more and not self._closing:
             lines = self._spool.read(MAX_LINES)
@@ -184,6 +200,8 @@ class Outlet:
                 self._spool.seek(lines[-1].position)
         if latest is not None:
             self.sink.live(latest)
+        if reports:
+            self.sink.reports(reports, num_dropped)
         with self._changed:
             if not more:
                 self._num_delivered = announced
@@ -233,6 +251,11 @@ class Outlets:
         """Says that the ledger has grown, or that a step was taken again."""
         for outlet in self._outlets:
             outlet.announce(latest)
+
+    def report(self, report: WorkerReport) -> None:
+        """Hands on a worker's report, for display."""
+        for outlet in self._outlets:
+            outlet.report(report)
 
     def notes(self) -> list[str]:
         """What the sinks have said since the last time."""

@@ -28,11 +28,13 @@ from samestep.incidents.record import Incident
 from samestep.names import RESULT_FILE, Event, IncidentKind, RunState
 from samestep.telemetry import identity
 from samestep.telemetry import lease as leases
+from samestep.telemetry.accounting import NOTICED_LATE, OPENED, TIMING
 from samestep.telemetry.board import Board
 from samestep.telemetry.intake import Intake
 from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
 from samestep.telemetry.past import read_past
 from samestep.telemetry.records import StepRecord
+from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.saves import Part, Saves
 from samestep.telemetry.sink import RunInfo, Sink
 from samestep.telemetry.stalls import Stalls
@@ -83,6 +85,8 @@ class Recorder:
         self._verdict: dict[str, Any] | None = None
         self._end: str | None = None
         self._stalls = Stalls()
+        # Of a process that came back in mid-run it says nothing: the run went on meanwhile.
+        self._opened_at = None if returning else clock()
         self._committed: tuple[int, int, str] | None = None
         spec = identity.parse_spec_text(spec_yaml, source="the job")
         self._lease = leases.acquire(self._run) if lease else None
@@ -141,7 +145,8 @@ class Recorder:
                 f"{past.num_steps}, or deliver the missing steps first"
             )
         self._settle_stalls()
-        self._intake.end({"reason": "died" if self._intake.returned else "restarted"})
+        reason = "died" if self._intake.returned else "restarted"
+        self._intake.end({"reason": reason, NOTICED_LATE: True})
         number = max([self._intake.attempt, *(attempt.number for attempt in past.attempts)]) + 1
         numerics = dict(info.get("numerics") or {})
         mixed = list(info.get("placement_dependent") or [])
@@ -150,6 +155,8 @@ class Recorder:
         values_id = f"{numerics_id}-placed-{number}" if mixed else numerics_id
         kept = {key: value for key, value in info.items() if key != "numerics"}
         kept |= {"known_steps": past.num_steps, "numerics_id": numerics_id, "values_id": values_id}
+        if self._opened_at is not None:
+            kept[OPENED], self._opened_at = self._opened_at, None
         self._run.delete(RESULT_FILE)
         self._saves.begin_attempt()
         self._intake.begin(past, number, start_step=start_step, values_id=values_id)
@@ -199,7 +206,8 @@ class Recorder:
         Args:
             attempt: the present attempt; 0 when it ended before this recorder began one.
             result: `status` (done, interrupted or failed), `step`, `digest`, `evaluation`,
-                `exit_status`, `message`: plain data.
+                `exit_status`, `message`: plain data; `timing` (see `timesheet`) of what came
+                after the last step is kept in the ledger alone.
         """
         status = str(result["status"])
         if status not in _ENDS:
@@ -212,8 +220,9 @@ class Recorder:
         self._end_attempt(status)
         step = int(result.get("step", self._board.num_steps))
         self._intake.log(Event.FINISHED, step, result)
+        kept = {key: value for key, value in result.items() if key != TIMING}
         identity.write_result(
-            self._run, {"run": self._name, "time": self._clock(), "attempt": attempt, **result}
+            self._run, {"run": self._name, "time": self._clock(), "attempt": attempt, **kept}
         )
         self._end = status
         self._board.set(state=status)
@@ -235,6 +244,18 @@ class Recorder:
         """Takes in what a worker's watchdog saw; one incident comes of all workers' reports."""
         if attempt == self._intake.attempt and self._end is None:
             self._stalls.take(world_rank, host, report)
+
+    def report(self, data: Mapping[str, Any]) -> bool:
+        """Takes in what a worker tells of itself, for display (`WorkerReport.to_json`).
+
+        Returns:
+            Whether its attempt is still the present one.
+        """
+        if data.get("attempt") != self._intake.attempt or self._end is not None:
+            return False
+        if self._outlets:
+            self._outlets.report(WorkerReport.from_json(data))
+        return True
 
     def verdict(self, attempt: int) -> dict[str, Any] | None:
         """The outcome noted by `fail` for this attempt, if there is one."""
@@ -371,7 +392,7 @@ class Recorder:
         commit(self._run, manifest)
         made = (self._intake.attempt, manifest.step, manifest.digest)
         if made != self._committed:  # asked again because the answer was lost: told once
-            fields = {"digest": manifest.digest}
+            fields = {"digest": manifest.digest, "bytes": manifest.num_bytes}
             self._intake.log(Event.CHECKPOINT_COMMITTED, manifest.step, fields)
             self._committed = made
         apply_retention(self._run, keep)

@@ -1,6 +1,7 @@
 """What the recorder feeds: the seam between the ledger and whatever shows a run elsewhere.
 
-A sink never sees anything that is not in the ledger, except the last step for display. It works
+A sink never sees anything that is not in the ledger, except the last step and the workers'
+reports for display. It works
 in a thread of its own (`outlet.Outlet`), may fail or hang there, and delays nobody.
 """
 
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from samestep.checkpoint.storage import Storage
 from samestep.spec import JobSpec
 from samestep.telemetry.records import StepRecord
+from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.spool import Line, Position
 
 
@@ -70,6 +72,14 @@ class Sink(Protocol):
 
     def live(self, record: StepRecord) -> None:
         """Shows the last step, also one taken again; in the sink's thread, between takes."""
+
+    def reports(self, found: Sequence[WorkerReport], num_dropped: int) -> None:
+        """Shows the present workers, from samples; in the sink's thread, between takes.
+
+        Args:
+            found: the reports since the last time, of any worker, in the order they came.
+            num_dropped: how many were let go since then, because the sink was busy.
+        """
 
     def status(self) -> dict[str, Any]:
         """What the status of the run should tell of it; from any thread, never waits."""

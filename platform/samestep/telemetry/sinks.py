@@ -47,6 +47,7 @@ class SinkPlan:
         required: refuse the start without MLflow.
         hint: a command that shows the run in MLflow.
         metrics: (host, port) of the metrics page; None where it is off.
+        pushgateway: URL of the Pushgateway that gets the last values; None: none.
         about: facts for tags.
         environment: MLflow's variables (they may hold passwords).
         notes: what the user should know.
@@ -58,6 +59,7 @@ class SinkPlan:
     required: bool
     hint: str
     metrics: tuple[str, int] | None
+    pushgateway: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     notes: Sequence[str] = ()
@@ -82,7 +84,9 @@ class SinkPlan:
 
             host, port = self.metrics
             status = tracking.status if tracking is not None else lambda: None
-            sinks.append(PrometheusSink(host=host, port=port, tracking=status))
+            sinks.append(
+                PrometheusSink(host=host, port=port, gateway=self.pushgateway, tracking=status)
+            )
         return sinks
 
 
@@ -129,6 +133,7 @@ def plan_sinks(
         required=spec.tracking.required,
         hint=f"{program('mlflow')} ui --backend-store-uri {uri}" if is_default else "",
         metrics=(spec.metrics.host, spec.metrics.port) if spec.metrics.enabled else None,
+        pushgateway=spec.metrics.pushgateway,
         about={
             **provenance.facts(workload_folder),
             str(Tag.VERSION): samestep.__version__,

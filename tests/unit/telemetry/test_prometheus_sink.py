@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,12 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.incidents.record import Incident
-from samestep.names import METRICS, METRICS_FILE, IncidentKind, Metric, Metrics, MetricType
+from samestep.metric_names import METRICS, Metric, Metrics, MetricType, series_of
+from samestep.names import TARGETS_DIR, IncidentKind, TimePart
 from samestep.spec import dump_spec, parse_spec
 from samestep.telemetry.prometheus_sink import PrometheusSink
 from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import StepRecord
 from samestep.telemetry.sink import RunInfo
+from samestep.telemetry.targets import announced
 
 SPEC = parse_spec({"workload": "a:B", "batch_size": 8, "shards": 2, "max_steps": 100})
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -76,7 +82,7 @@ def test_the_page_shows_what_the_run_did(open_recorder: Open, tell: Any) -> None
     samples = scrape(sink.url)
     assert value(samples, Metrics.STEPS) == 4
     assert value(samples, Metrics.SAMPLES) == 32
-    assert value(samples, Metrics.DATA_WAIT_SECONDS) == 2.0
+    assert samples["samestep_data_wait_seconds_sum", (("run", "r"),)] == 4 * 0.01
     assert value(samples, Metrics.LOSS) == 1 / 6
     assert value(samples, Metrics.GRAD_NORM) == 0.5
     assert value(samples, Metrics.LEARNING_RATE, group="1") == 0.2
@@ -88,6 +94,9 @@ def test_the_page_shows_what_the_run_did(open_recorder: Open, tell: Any) -> None
     assert samples["samestep_step_seconds_count", (("run", "r"),)] == 4
     bucket = (("le", "0.015625"), ("run", "r"))
     assert samples["samestep_step_seconds_bucket", bucket] == 4
+    assert samples["samestep_compute_seconds_count", (("run", "r"),)] == 4
+    assert value(samples, Metrics.LOSS_WEIGHT) == 32
+    assert value(samples, Metrics.WORKERS_WANTED) == 1
     assert value(samples, Metrics.LAST_STEP) > 1e9
     assert recorder.status()["metrics_url"] == sink.url
 
@@ -97,12 +106,7 @@ def test_every_name_on_the_page_is_in_the_table_and_bears_the_run(
 ) -> None:
     recorder, sink = open_recorder()
     tell(recorder, 0, 2)
-    known = {metric.name for metric in METRICS} | {
-        f"{metric.name}_{end}"
-        for metric in METRICS
-        if metric.type is MetricType.HISTOGRAM
-        for end in ("bucket", "sum", "count")
-    }
+    known = {name for metric in METRICS for name in series_of(metric)}
     samples = scrape(sink.url)
     assert {name for name, _ in samples} <= known
     assert {dict(labels)["run"] for _, labels in samples} == {"r"}
@@ -183,8 +187,12 @@ def test_two_runs_with_one_port_both_have_a_page_of_their_own(
     assert samples[Metrics.STEPS.name, (("run", "other"),)] == 5
     texts = [item["text"] for item in second.status()["messages"]]
     assert f"metrics.port {port} is taken by the run r; this run takes another port" in texts
-    found = [json.loads(r.read(METRICS_FILE))[0]["targets"] for r in (run, other)]
-    assert found == [[first_sink.target], [second_sink.target]]
+    storage = Storage.at(run.uri.rpartition("/")[0])
+    assert announced(storage) == {"run": first_sink.target, "run-other": second_sink.target}
+    (file,) = [name for name in storage.list(TARGETS_DIR) if "other" in name]
+    labels = {"job": "samestep", "instance": other.uri}
+    targets = [{"targets": [second_sink.target], "labels": labels}]
+    assert json.loads(storage.read(f"{TARGETS_DIR}/{file}")) == targets
 
 
 def test_an_address_of_another_machine_is_refused(open_recorder: Open) -> None:
@@ -197,7 +205,7 @@ def test_a_closed_run_has_no_page_and_no_target(open_recorder: Open, run: Storag
     recorder.close()
     with pytest.raises(OSError, match="refused"):
         scrape(sink.url)
-    assert not run.exists(METRICS_FILE)
+    assert announced(Storage.at(run.uri.rpartition("/")[0])) == {}
 
 
 def test_what_waits_for_mlflow_is_shown(open_recorder: Open, tell: Any) -> None:
@@ -209,3 +217,174 @@ def test_what_waits_for_mlflow_is_shown(open_recorder: Open, tell: Any) -> None:
     assert value(samples, Metrics.TRACKING_WAITING) == 3
     (labels,) = [dict(ls) for name, ls in samples if name == Metrics.RUN_INFO.name]
     assert labels["mlflow_run_id"] == "abc"
+
+
+def test_workers_are_shown_side_by_side_and_no_longer_than_their_attempt(
+    open_recorder: Open, tell: Any
+) -> None:
+    recorder, sink = open_recorder()
+    attempt = tell(recorder, 0, 4)
+    for world_rank, own_s in enumerate([1.0, 3.0]):
+        assert recorder.report(
+            {
+                "attempt": attempt,
+                "world_rank": world_rank,
+                "num_steps": 4,
+                "num_samples": 16,
+                "own_s": own_s,
+                "host_bytes": 100,
+                "host_limit_bytes": 1000,
+                "num_dropped": world_rank,
+            }
+        )
+    recorder.drain()
+    samples = scrape(sink.url)
+    assert value(samples, Metrics.STRAGGLER) == 3.0
+    assert value(samples, Metrics.SLOWEST) == 1
+    assert value(samples, Metrics.WORKER_STEP_SECONDS, world_rank="1") == 0.75
+    assert value(samples, Metrics.WORKER_MEMORY, world_rank="0", memory="host") == 100
+    assert value(samples, Metrics.WORKER_MEMORY_LIMIT, world_rank="0", memory="host") == 1000
+    assert value(samples, Metrics.DROPPED) == 1
+    recorder.end_attempt(attempt, "restarted")
+    recorder.drain()
+    names = {name for name, _ in scrape(sink.url)}
+    assert not names & {Metrics.WORKER_MEMORY.name, Metrics.SLOWEST.name}
+    assert not recorder.report({"attempt": attempt + 1})
+
+
+def test_time_is_accounted_and_goodput_told(open_recorder: Open, tell: Any) -> None:
+    recorder, sink = open_recorder()
+    timing = {"step_s": 1e-6, "training_s": 1e-6, "elapsed_s": 1e-6}
+    tell(recorder, 0, 2, timing=timing)
+    samples = scrape(sink.url)
+    parts = {part: value(samples, Metrics.TIME, part=part) for part in TimePart}
+    assert 0 < parts[TimePart.KEPT] <= 1e-6
+    assert parts[TimePart.STARTING] > 0
+    assert 0 < value(samples, Metrics.GOODPUT) < 1
+
+
+@pytest.mark.parametrize(
+    ("incident", "end", "cause"),
+    [
+        (IncidentKind.CRASH, None, "crash"),
+        (None, None, "worker_lost"),
+        (None, "interrupted", "resumed"),
+    ],
+)
+def test_restarts_are_counted_by_what_ended_the_attempt_before(
+    open_recorder: Open, tell: Any, incident: IncidentKind | None, end: str | None, cause: str
+) -> None:
+    recorder, sink = open_recorder()
+    attempt = tell(recorder, 0, 2)
+    if incident is not None:
+        told = Incident(kind=incident, step=1, attempt=attempt, message="m").to_json()
+        recorder.record_incident(attempt, told)
+    if end is not None:
+        recorder.finish(attempt, {"status": end, "step": 2})
+        recorder.close()
+        recorder, sink = open_recorder()
+    tell(recorder, 2, 4)
+    samples = scrape(sink.url)
+    assert value(samples, Metrics.RESTARTS, cause=cause) == 1
+    assert sum(v for (name, _), v in samples.items() if name == Metrics.RESTARTS.name) == 1
+    recoveries = samples["samestep_recovery_seconds_count", (("run", "r"),)]
+    assert recoveries == (0 if end else 1)
+
+
+def test_a_run_that_has_ended_wants_no_workers(open_recorder: Open, tell: Any) -> None:
+    recorder, sink = open_recorder()
+    attempt = tell(recorder, 0, 2)
+    recorder.finish(attempt, {"status": "done", "step": 2})
+    recorder.drain()
+    samples = scrape(sink.url)
+    for metric in (Metrics.WORKERS, Metrics.WORKERS_WANTED, Metrics.WORKERS_MIN):
+        assert value(samples, metric) == 0
+
+
+def test_a_driver_that_died_without_a_word_is_a_cause_of_its_own(
+    open_recorder: Open, tell: Any
+) -> None:
+    recorder, _ = open_recorder()
+    tell(recorder, 0, 2)
+    recorder.close()
+    recorder, sink = open_recorder()
+    tell(recorder, 2, 4)
+    assert value(scrape(sink.url), Metrics.RESTARTS, cause="driver_lost") == 1
+
+
+def test_a_loss_that_is_nan_is_shown_as_such(open_recorder: Open, tell: Any) -> None:
+    recorder, sink = open_recorder()
+    tell(recorder, 0, 2, loss=math.nan)
+    assert math.isnan(value(scrape(sink.url), Metrics.LOSS))
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """A Pushgateway as far as a run sees it."""
+
+    requests: ClassVar[list[tuple[str, str, str]]] = []
+
+    def _take(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        self.requests.append((self.command, self.path, body))
+        self.send_response(202)
+        self.end_headers()
+
+    do_PUT = do_DELETE = _take
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_the_last_values_go_to_a_pushgateway_that_forgets_them_when_the_run_goes_on(
+    open_recorder: Open, tell: Any
+) -> None:
+    Gateway.requests.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        recorder, _ = open_recorder(gateway=f"http://127.0.0.1:{server.server_port}")
+        tell(recorder, 0, 4)
+        assert [method for method, _, _ in Gateway.requests] == ["DELETE"]
+        recorder.close()
+        server.shutdown()
+        thread.join(5)
+    (_, cleared, _), (method, path, body) = Gateway.requests
+    assert (method, path) == ("PUT", cleared) == ("PUT", "/metrics/job/samestep/run/r")
+    assert 'samestep_steps_total{run="r"} 4.0' in body
+
+
+def test_a_pushgateway_that_is_away_holds_up_nothing(open_recorder: Open, tell: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    recorder, _ = open_recorder(gateway=f"http://127.0.0.1:{port}")
+    tell(recorder, 0, 4)
+    texts = [item["text"] for item in recorder.status()["messages"]]
+    assert any("can't be reached" in text and str(port) in text for text in texts)
+    recorder.close()
+
+
+def test_two_thousand_workers_that_report_every_second_take_little_of_it(
+    open_recorder: Open, tell: Any
+) -> None:
+    recorder, sink = open_recorder()
+    attempt = tell(recorder, 0, 2)
+    report = {
+        "attempt": attempt,
+        "num_steps": 1,
+        "num_samples": 4,
+        "own_s": 0.5,
+        "host_bytes": 1,
+        "host_limit_bytes": 2,
+        "device_bytes": 1,
+        "device_limit_bytes": 2,
+    }
+    started_s = time.process_time()
+    for world_rank in range(2000):
+        recorder.report({**report, "world_rank": world_rank})
+    recorder.drain()
+    took_s = time.process_time() - started_s
+    with urllib.request.urlopen(sink.url, timeout=30) as answer:
+        text = answer.read().decode()
+    assert text.count("samestep_worker_step_seconds{") == 2000
+    assert took_s < 0.5
+    assert time.process_time() - started_s - took_s < 1.0
