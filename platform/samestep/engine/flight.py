@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -24,6 +25,7 @@ MAX_WRITE_S: Final = 3600.0
 FLUSH_S: Final = 120.0
 FIRST_PAUSE_S: Final = 0.02
 MAX_PAUSE_S: Final = 0.5
+NEWS_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,9 @@ class Flight:
                 self._link.flush(FLUSH_S)
             self._follow(part)
         except DivergenceError as error:
+            self._await_news()
             self.problem = error
+            self.answer = Answer(state="failed", message=str(error))
         except RecorderError as error:
             if self._link is not None and self._link.refused:
                 self.problem = error
@@ -110,6 +114,16 @@ class Flight:
         except Exception as error:  # it ends the save, never the training
             logger.exception("attempt=%d saving step %d failed", self._attempt, self.step)
             self.answer = Answer(state="failed", message=f"{type(error).__name__}: {error}")
+
+    def _await_news(self) -> None:
+        """The recorder has written the incident; the link hears of it with its next answer.
+
+        Until then the attempt would write one more when it fails.
+        """
+        deadline = time.monotonic() + NEWS_S
+        while self._link is not None and self._link.divergence is None:
+            if time.monotonic() > deadline or self._abandoned.wait(FIRST_PAUSE_S):
+                return
 
     def _written(self) -> Part:
         cargo, part = self._cargo, self._cargo.part

@@ -242,8 +242,10 @@ class Saving:
         if not flight.wait(limit_s):
             flight.abandon()
             flight.wait(CLOSE_S)
-        if flight.problem is not None and self._peers.world_rank == 0:
-            raise flight.problem
+        problem = flight.problem
+        if problem is not None and self._peers.world_rank == 0:
+            # A new one: a frame that held what it raises would hold the process group as well.
+            raise type(problem)(str(problem))
         answer = flight.answer or Answer(
             state="failed",
             message=f"the save of step {flight.step} had not ended {limit_s:g} s later",
