@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any
 
 
@@ -113,7 +114,7 @@ class AttemptFailedError(SamestepError):
             `time` (seconds since the epoch).
     """
 
-    def __init__(self, message: str, details: Mapping[str, Any]) -> None:
+    def __init__(self, message: str, details: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__(message, dict(details))
         self.details = dict(details)
 

@@ -115,7 +115,7 @@ def test_the_schema_carries_description_and_marking() -> None:
         ),
         (
             {"faults": {"retries": {"zzz": 1}}},
-            "faults.retries.zzz: unknown field; allowed: infrastructure",
+            "faults.retries.zzz: unknown field; allowed: user, infrastructure",
         ),
         ({"batch_size": 0}, "batch_size: Input should be greater than or equal to 1, got 0"),
         ({"batch_size": True}, "batch_size: Input should be a valid integer, got True"),
