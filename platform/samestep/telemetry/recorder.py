@@ -23,13 +23,12 @@ from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import commit
 from samestep.errors import DivergenceError, RecorderError, StorageError
 from samestep.exact.numerics import differences
-from samestep.incidents import record as incidents
-from samestep.incidents.record import Incident
-from samestep.names import RESULT_FILE, Event, IncidentKind, RunState
+from samestep.names import RESULT_FILE, Event, RunState
 from samestep.telemetry import identity
 from samestep.telemetry import lease as leases
 from samestep.telemetry.accounting import NOTICED_LATE, OPENED, TIMING
 from samestep.telemetry.board import Board
+from samestep.telemetry.incident_log import IncidentLog
 from samestep.telemetry.intake import Intake
 from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
 from samestep.telemetry.past import read_past
@@ -37,7 +36,6 @@ from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.saves import Part, Saves
 from samestep.telemetry.sink import RunInfo, Sink
-from samestep.telemetry.stalls import Stalls
 
 _ENDS: Final = (RunState.DONE, RunState.INTERRUPTED, RunState.FAILED)
 
@@ -84,7 +82,6 @@ class Recorder:
         self._divergence: str | None = None
         self._verdict: dict[str, Any] | None = None
         self._end: str | None = None
-        self._stalls = Stalls()
         # Of a process that came back in mid-run it says nothing: the run went on meanwhile.
         self._opened_at = None if returning else clock()
         self._committed: tuple[int, int, str] | None = None
@@ -101,8 +98,9 @@ class Recorder:
                 clock=clock,
                 announce=self._announce,
             )
+            self._incidents = IncidentLog(self._run, log=self._intake.log, clock=clock)
             self._saves = Saves(
-                self._run, commit=self._commit, say=self._board.say, incident=self._write_incident
+                self._run, commit=self._commit, say=self._board.say, incident=self._incidents.write
             )
             info = RunInfo(
                 run=self._run, name=run, spec=spec, about=dict(about), returning=returning
@@ -185,7 +183,7 @@ class Recorder:
         """The present state as plain data; see `Board.status`. Never fails."""
         if self._lease is not None and self._lease.lost:
             self._board.set(state=str(RunState.FENCED))
-        elif self._stalls.is_due(self._board.num_workers):
+        elif self._incidents.stalls.is_due(self._board.num_workers):
             with suppress(StorageError):
                 self._settle_stalls()
         if self._outlets:
@@ -243,7 +241,7 @@ class Recorder:
     def stalled(self, attempt: int, world_rank: int, host: str, report: Mapping[str, Any]) -> None:
         """Takes in what a worker's watchdog saw; one incident comes of all workers' reports."""
         if attempt == self._intake.attempt and self._end is None:
-            self._stalls.take(world_rank, host, report)
+            self._incidents.stalls.take(world_rank, host, report)
 
     def report(self, data: Mapping[str, Any]) -> bool:
         """Takes in what a worker tells of itself, for display (`WorkerReport.to_json`).
@@ -409,19 +407,13 @@ class Recorder:
             Its id: the name of its folder under `incidents/`.
         """
         self._require_current(attempt)
-        given = {"attempt": attempt, **incident}
-        if not given.get("time"):
-            given["time"] = self._clock()
-        return self._write_incident(Incident.from_json(given))
+        return self._incidents.take(incident, attempt=attempt)
 
     def _settle_stalls(self) -> None:
-        found = self._stalls.settle(
-            attempt=self._intake.attempt,
-            world_size=self._board.num_workers,
-            time_s=self._clock(),
-        )
-        if found is not None and self._holds_lease() and self._end is None:
-            self._write_incident(found)
+        if self._holds_lease() and self._end is None:
+            self._incidents.settle_stalls(
+                attempt=self._intake.attempt, num_workers=self._board.num_workers
+            )
 
     def note_incident(self, incident: Mapping[str, Any]) -> str:
         """Writes an incident that the controller noticed; it outlives attempts, and so does this.
@@ -430,7 +422,7 @@ class Recorder:
             incident: `Incident.to_json`, with its attempt.
         """
         self._require_lease()
-        return self._write_incident(Incident.from_json(incident))
+        return self._incidents.take(incident, attempt=0)
 
     def give_up(self, kind: str, message: str) -> None:
         """Notes, for the controller, why the run fails, whatever its present attempt."""
@@ -458,24 +450,8 @@ class Recorder:
         self._intake.end(fields)
 
     def _diverge(self, step: int, text: str, found: Sequence[str]) -> None:
-        attempt = self._intake.attempt
         self._divergence = text
-        self._write_incident(
-            Incident(
-                kind=IncidentKind.DIVERGENCE,
-                step=step,
-                attempt=attempt,
-                message=text,
-                time=self._clock(),
-                seen={"differences": list(found)},
-            )
-        )
-
-    def _write_incident(self, incident: Incident) -> str:
-        written = incidents.write(self._run, incident)
-        fields = {"id": written.id, "kind": str(written.kind), "message": written.message}
-        self._intake.log(Event.INCIDENT, written.step, fields)
-        return written.id
+        self._incidents.diverged(step, text, found, attempt=self._intake.attempt)
 
     def _tell_numerics(
         self,
