@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import yaml
@@ -14,8 +14,8 @@ from samestep import yaml12
 from samestep.checkpoint.storage import Storage
 from samestep.errors import RunConflictError, SpecError, StorageError
 from samestep.exact.digest import pack_float
-from samestep.exact.numerics import BINDING
-from samestep.names import NUMERICS_FILE, RESULT_FILE, SPEC_FILE
+from samestep.exact.numerics import BINDING, differences
+from samestep.names import NUMERICS_FILE, RESULT_FILE, SPEC_FILE, Event
 from samestep.spec import JobSpec, differing_fields, parse_spec
 from samestep.telemetry.records import unpack
 
@@ -67,6 +67,29 @@ def keep_spec(run: Storage, spec_yaml: str) -> None:
                 + "\ngive this one another name (--name), or use the job the run was started with"
             )
     run.write(SPEC_FILE, spec_yaml.encode())
+
+
+def numerics_events(
+    run: Storage, numerics: Mapping[str, Any], previous: str | None, mixed: Sequence[str]
+) -> list[tuple[Event, dict[str, Any]]]:
+    """What an attempt's start has to say of its numerics, for the ledger.
+
+    Args:
+        run: the run directory; its first fingerprint is kept there.
+        numerics: of the attempt; empty where it told none.
+        previous: `numerics_id` of the attempt before; None without one.
+        mixed: lines telling why the bits depend on placement.
+    """
+    told: list[tuple[Event, dict[str, Any]]] = []
+    if mixed:
+        told.append((Event.PLACEMENT_DEPENDENT, {"differences": list(mixed)}))
+    if not numerics:
+        return told
+    found = differences(keep_numerics(run, numerics), numerics)
+    if previous is not None and previous != numerics_id(numerics):
+        fields = {"differences": found or ["as at the run's start again"]}
+        told.append((Event.NUMERICS_CHANGED, fields | {"numerics": dict(numerics)}))
+    return told
 
 
 def keep_numerics(run: Storage, fingerprint: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from samestep.checkpoint.retention import apply_retention, clear_unfinished
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import commit
 from samestep.errors import DivergenceError, RecorderError, StorageError
-from samestep.exact.numerics import differences
 from samestep.names import RESULT_FILE, Event, RunState
 from samestep.telemetry import identity
 from samestep.telemetry import lease as leases
@@ -161,7 +160,8 @@ class Recorder:
         self._end = self._stop = self._divergence = self._verdict = None
         self._intake.log(Event.ATTEMPT_STARTED, start_step, kept)
         previous = past.attempts[-1].numerics_id if past.attempts else None
-        self._tell_numerics(numerics, previous, start_step, mixed)
+        for event, told in identity.numerics_events(self._run, numerics, previous, mixed):
+            self._intake.log(event, start_step, told)
         self._board.set(state=str(RunState.RUNNING), stop=None)
         return number
 
@@ -452,22 +452,6 @@ class Recorder:
     def _diverge(self, step: int, text: str, found: Sequence[str]) -> None:
         self._divergence = text
         self._incidents.diverged(step, text, found, attempt=self._intake.attempt)
-
-    def _tell_numerics(
-        self,
-        numerics: Mapping[str, Any],
-        previous: str | None,
-        step: int,
-        mixed: Sequence[str],
-    ) -> None:
-        if mixed:
-            self._intake.log(Event.PLACEMENT_DEPENDENT, step, {"differences": list(mixed)})
-        if not numerics:
-            return
-        found = differences(identity.keep_numerics(self._run, numerics), numerics)
-        if previous is not None and previous != identity.numerics_id(numerics):
-            fields = {"differences": found or ["as at the run's start again"]}
-            self._intake.log(Event.NUMERICS_CHANGED, step, fields | {"numerics": dict(numerics)})
 
     def _ack(self, sender: str, *, refused: bool = False) -> dict[str, Any]:
         return {
