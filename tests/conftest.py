@@ -9,11 +9,16 @@ from collections.abc import Iterator, Mapping
 
 import psutil
 import pytest
+from hypothesis import settings
 
 # Explicit, because Ray 2.60 otherwise turns token authentication on by itself and writes a token
 # into the home folder. Tests of authentication set their own values.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("samestep", deadline=None)
+settings.load_profile("samestep")
 
 MARK = "SAMESTEP_TEST_MARK"
 GRACE_S = 10.0
