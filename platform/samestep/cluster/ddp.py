@@ -52,7 +52,7 @@ def fit(order: Order, session: Session, target: RayTarget) -> str | None:
     part = Part(spec=text, run_uri=order.run_uri, folders=folders, target=target)
     trainer = ElasticTorchTrainer(
         train_worker,
-        plan=Plan(spec=spec, resources=resources, part=part),
+        plan=Plan(spec=spec, resources=resources, part=part, is_local=session.is_local),
         train_loop_config={
             "spec": text,
             "run_uri": order.run_uri,

@@ -64,6 +64,8 @@ PAUSE_S: Final = 0.05
 """Between two looks while there are too few workers; Ray's loop would spin."""
 ECHO_S: Final = 1.0
 """How long survivors' errors wait for the error of the worker that was lost."""
+STARTING_S: Final = 15.0
+"""How long the end of a run waits for processes that are starting."""
 LEAVE: Final = "leave"
 """Why the workers park when the controller has not asked: one of them was told to end."""
 
@@ -78,11 +80,13 @@ class Plan:
         spec: the job.
         resources: of one worker.
         part: what worker processes rehearse with.
+        is_local: the cluster ends with the run.
     """
 
     spec: JobSpec
     resources: Mapping[str, float]
     part: Part
+    is_local: bool = False
 
 
 class ElasticScaling(ScalingPolicy):
@@ -298,6 +302,12 @@ class ElasticController(TrainController):
         if isinstance(self._worker_group, SteadyGroup):
             self._worker_group.is_last = True
         result = await super()._shutdown()
+        # A process that is only starting when its cluster goes looks for it for a minute.
+        end = time.monotonic() + STARTING_S
+        while self._plan.is_local and time.monotonic() < end:
+            if all(hand.is_ready() or hand.is_dead() for hand in self._crew.everyone):
+                break
+            await asyncio.sleep(PAUSE_S)
         self._crew.close()
         self._seats.close()
         if self._sync_actor is not None:
