@@ -19,12 +19,22 @@ SEED = int(os.environ.get("SAMESTEP_CHAOS_SEED", "1"))
 pytestmark = pytest.mark.timeout(300 + 120 * ROUNDS)
 
 
-def test_random_faults_change_no_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three nodes, one cluster for all rounds; the faults follow from the seed that is printed."""
-    lines: list[str] = [f"seed {SEED}, {ROUNDS} rounds"]
+@pytest.fixture(scope="module")
+def drilled(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[RoundResult], list[str]]:
+    """Three nodes, one cluster for all rounds; the faults follow from the seed."""
+    lines = [f"seed {SEED}, {ROUNDS} rounds"]
     spec = load_spec(JOB, {"args.pause_s": 0.02, "checkpoint.every_steps": 10})
-    drill = Drill(spec, job_folder=JOB.parent, folder=tmp_path, num_nodes=3, say=lines.append)
-    results = drill.run((SEED, ROUNDS))
+    folder = tmp_path_factory.mktemp("drill")
+    drill = Drill(spec, job_folder=JOB.parent, folder=folder, num_nodes=3, say=lines.append)
+    return drill.run((SEED, ROUNDS)), lines
+
+
+def test_random_faults_change_no_bit(
+    drilled: tuple[list[RoundResult], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, lines = drilled
     with capsys.disabled():
         sys.stdout.write("\n" + "\n".join(lines) + "\n")
     assert [_told(result) for result in results] == [
