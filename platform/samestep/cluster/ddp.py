@@ -22,6 +22,7 @@ from samestep.cluster.rehearsal import Part
 from samestep.cluster.rendezvous import FORM_S, formed_group, limit_group, set_environment
 from samestep.errors import AttemptFailedError, PeerLostError, SamestepError
 from samestep.spec import JobSpec, dump_spec, parse_spec
+from samestep.spec_training import below
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -69,7 +70,7 @@ def fit(order: Order, session: Session, target: RayTarget) -> str | None:
         run_config=RunConfig(
             # A name of its own each time: Ray's bookkeeping must never decide where we resume.
             name=f"fit-{uuid.uuid4().hex[:8]}",
-            storage_path=f"{order.run_uri}/ray",
+            storage_path=below(order.run_uri, "ray"),
         ),
     )
     try:
