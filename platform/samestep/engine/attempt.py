@@ -350,6 +350,7 @@ class _Attempt:
         """Ends what the attempt started in this process."""
         self._stop_watching()
         self.close_link()
+        self._loop = None  # it leads back here, and to the group, whose sockets must close
         if self._feed is not None:
             self._feed.close()
         if self._engine is not None:
