@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from samestep import names
-from samestep.checkpoint.encode import parse_json
 from samestep.checkpoint.manifest import CheckpointMeta, Manifest, step_name, step_of
 from samestep.checkpoint.model_state import averaged, state_dict_of
 from samestep.checkpoint.ranking import Ranking
@@ -21,8 +19,6 @@ from samestep.errors import CheckpointError, InputError
 from samestep.spec_training import BEST, LATEST
 
 logger = logging.getLogger(__name__)
-
-POINTER_FORMAT: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,23 +287,6 @@ def digest_of(path: str | Path) -> str:
     return digest
 
 
-def pointer_to(run: Storage, step: int) -> str:
-    """What a pointer file holds: the place of a checkpoint that others keep instead of it."""
-    return json.dumps({"format": POINTER_FORMAT, "uri": _folder(run, step).uri})
-
-
-def _pointed_at(place: Storage) -> Storage:
-    """The checkpoint's folder that a folder with a pointer in it means; others as they are."""
-    if not place.exists(names.POINTER_FILE):
-        return place
-    data = parse_json(place.read(names.POINTER_FILE).decode("utf-8", errors="replace"))
-    if not isinstance(data, dict) or data.get("format") != POINTER_FORMAT:
-        raise CheckpointError(
-            f"{place.uri}/{names.POINTER_FILE} is no pointer of format {POINTER_FORMAT}: {data!r}"
-        )
-    return Storage.at(str(data["uri"]))
-
-
 def _steps(run: Storage) -> list[int]:
     found = (step_of(name) for name in run.list(names.CHECKPOINTS_DIR))
     return sorted(step for step in found if step is not None)
@@ -332,7 +311,7 @@ def read_at(path: str | Path, which: str | int = LATEST) -> tuple[State, Manifes
         InputError: `which` is no way to name a checkpoint.
         StorageError: storage can't be read.
     """
-    place = _pointed_at(Storage.at(str(path)))
+    place = Storage.at(str(path))
     if place.exists(names.MANIFEST_FILE):
         if which not in (LATEST, step := step_of(place.root.rpartition("/")[2])):
             raise InputError(

@@ -23,7 +23,6 @@ from samestep.checkpoint.reading import (
     load_checkpoint,
     load_weights,
     newest_whole,
-    pointer_to,
     set_aside,
 )
 from samestep.checkpoint.retention import apply_retention
@@ -324,17 +323,3 @@ def test_a_kill_in_the_middle_of_a_save_of_200_mb_leaves_the_one_before(
     assert list(Path(set_aside(run, damaged[0])).iterdir())
     save(run, 2)
     assert [info.whole for info in list_checkpoints(run)] == [True, True]
-
-
-def test_a_pointer_that_somebody_else_keeps_leads_to_the_checkpoint(
-    run: Storage, tmp_path: Path
-) -> None:
-    save(run, 1)
-    save(run, 2)
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / "samestep-checkpoint.json").write_text(pointer_to(run, 1))
-    assert digest_of(kept) == digest_of(file_of(run, 1, ""))
-    (kept / "samestep-checkpoint.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is no pointer of format 1"):
-        load_weights(kept)
