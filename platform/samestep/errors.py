@@ -14,6 +14,7 @@
     ├── PeerLostError            1   another worker went away (infrastructure: retried)
     ├── AttemptFailedError       1   why a worker left its group, told to whoever decides on retries
     ├── DivergenceError          1   a step or a state differs from what it must equal
+    ├── IncidentError            1   something odd in a step, where the job says to stop
     └── RecorderError            1   the run's recorder can't be reached or refused us
 
 Every message says what happened, the value, and what to do. Each exception takes plain data and
@@ -98,6 +99,21 @@ class PeerLostError(SamestepError):
 
 class DivergenceError(SamestepError):
     """Values that must be equal bit for bit are not."""
+
+
+class IncidentError(SamestepError):
+    """A step gave something odd, and the job says to stop; the incident is recorded already.
+
+    Attributes:
+        kind: of the incident.
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message, kind)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class RecorderError(SamestepError):

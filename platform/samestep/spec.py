@@ -26,6 +26,8 @@ from pydantic import (
 
 from samestep import yaml12
 from samestep.errors import SpecError
+from samestep.spec_faults import Faults
+from samestep.spec_incidents import Incidents
 from samestep.spec_part import BITS, FREE, Part
 from samestep.spec_telemetry import Metrics, Tracking
 from samestep.spec_training import (
@@ -89,64 +91,6 @@ class Resources(Part):
         le=1,
         description="GPUs per worker; the device kind is part of the numerics",
         json_schema_extra=BITS,
-    )
-
-
-class Retries(Part):
-    """How often a worker group is restarted in a row, without a step in between, by cause."""
-
-    user: int = Field(
-        1,
-        ge=0,
-        description=(
-            "restarts after the workload's own exceptions and lack of memory; the same failure of "
-            "the same step ends the run whatever this says"
-        ),
-        json_schema_extra=FREE,
-    )
-    infrastructure: int = Field(
-        20,
-        ge=0,
-        description="restarts after lost workers or nodes",
-        json_schema_extra=FREE,
-    )
-
-
-class Faults(Part):
-    """What is done about faults."""
-
-    retries: Retries = Field(default_factory=Retries, json_schema_extra=FREE)
-    hang_timeout_s: float = Field(
-        300,
-        gt=0,
-        description=(
-            "seconds without progress after which a worker counts as hanging: its stacks go into "
-            "an incident and its process ends, the others go on; set it above the longest batch, "
-            "update or evaluation batch. Whoever waits for another gives up 5 s later"
-        ),
-        json_schema_extra=FREE,
-    )
-    placement_timeout_s: float = Field(
-        30,
-        gt=0,
-        description="seconds to wait for room for the fewest workers, before anything starts",
-        json_schema_extra=FREE,
-    )
-    replacement_timeout_s: float = Field(
-        600,
-        gt=0,
-        description="seconds to wait for room for the fewest workers after some were lost",
-        json_schema_extra=FREE,
-    )
-    spares: int = Field(
-        1,
-        ge=0,
-        le=8,
-        description=(
-            "processes per node that stand ready to take over from a dead worker, each about "
-            "420 MB of memory; 0: a worker that died is replaced seconds later"
-        ),
-        json_schema_extra=FREE,
     )
 
 
@@ -295,6 +239,7 @@ class JobSpec(Part):
         json_schema_extra=FREE,
     )
     faults: Faults = Field(default_factory=Faults, json_schema_extra=FREE)
+    incidents: Incidents = Field(default_factory=Incidents, json_schema_extra=BITS)
     numerics: Numerics = Field(default_factory=Numerics, json_schema_extra=BITS)
     tracking: Tracking = Field(default_factory=Tracking, json_schema_extra=FREE)
     metrics: Metrics = Field(default_factory=Metrics, json_schema_extra=FREE)
@@ -319,6 +264,11 @@ class JobSpec(Part):
             raise ValueError(
                 f"early_stop.metric is {self.early_stop.metric!r}, but evaluate.every_epochs and "
                 "evaluate.every_steps are 0: no evaluation would ever decide; set one of them"
+            )
+        if self.incidents.least > self.incidents.window:
+            raise ValueError(
+                f"incidents.least ({self.incidents.least}) is more than incidents.window "
+                f"({self.incidents.window}): no value could ever stand out"
             )
         return self
 

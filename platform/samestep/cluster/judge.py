@@ -10,7 +10,7 @@ from samestep.cluster.policy import Cause, Fault, RetryPolicy, Verdict
 from samestep.cluster.process import Whereabouts
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
-from samestep.spec import Retries
+from samestep.spec_faults import Retries
 
 KINDS = {
     Cause.CRASH: IncidentKind.CRASH,

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Final
 
 from samestep.errors import ExitStatus
-from samestep.spec import Retries
+from samestep.spec_faults import Retries
 
 FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 30.0

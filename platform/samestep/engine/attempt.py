@@ -379,8 +379,8 @@ class _Attempt:
     def tell(self, failure: Failure) -> None:
         """Tells the recorder: first the incident, then the verdict where this worker gives it."""
         # A UserCodeError tells the user's traceback itself.
-        told = failure.message if failure.is_users else failure.traceback
-        self._note(f"failed at step {failure.step}\n{told}")
+        text = failure.message if failure.is_users else failure.traceback
+        self._note(f"failed at step {failure.step}\n{text}")
         if failure.is_echo:
             return
         if self._link is not None:
@@ -389,7 +389,8 @@ class _Attempt:
             except SamestepError as late:
                 logger.warning("attempt=%s flush before failing: %s", self._attempt, late)
         diverged = failure.incident is IncidentKind.DIVERGENCE
-        if not (diverged and self._link is not None and self._link.divergence is not None):
+        told = diverged and self._link is not None and self._link.divergence is not None
+        if not (told or failure.is_told):
             self._tell("record_incident", failure.to_incident().to_json())
         if not self._place.supervised:
             verdict = f"{failure.kind}:{failure.exit_status}"

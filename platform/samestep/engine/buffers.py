@@ -6,6 +6,9 @@ same. Values are compared by nobody: BatchNorm changes its buffers without movin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -94,6 +97,20 @@ class BufferKeeper:
         self.start_shard()
         self._copy(self._live(), self._after_views)
         self._in_step = False
+
+    def undo_step(self) -> None:
+        """Puts the buffers back to before a step that is through, because it is left out."""
+        self._copy(self._live(), self._before_views)
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """The buffers are those before the step meanwhile, and as they were afterwards."""
+        self._copy(self._after_views, self._live())
+        self.undo_step()
+        try:
+            yield
+        finally:
+            self._copy(self._live(), self._after_views)
 
     def take_over(self, other: BufferKeeper) -> None:
         """Copies what another replica of this process kept."""

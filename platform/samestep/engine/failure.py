@@ -14,6 +14,7 @@ from samestep.errors import (
     AttemptFailedError,
     CheckpointError,
     DivergenceError,
+    IncidentError,
     InputError,
     PeerLostError,
     RecorderError,
@@ -40,6 +41,7 @@ class Failure:
         is_echo: another worker was lost; the cause lies there.
         is_final: no retry can help.
         is_users: the workload's own code raised.
+        is_told: the incident is recorded already.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Failure:
     is_echo: bool
     is_final: bool
     is_users: bool
+    is_told: bool = False
 
     @classmethod
     def of(
@@ -73,8 +76,11 @@ class Failure:
             world_rank=world_rank,
             exit_status=int(error.exit_status) if isinstance(error, SamestepError) else 1,
             is_echo=isinstance(error, PeerLostError),
-            is_final=isinstance(error, InputError | DivergenceError | RecorderError),
+            is_final=isinstance(
+                error, InputError | DivergenceError | RecorderError | IncidentError
+            ),
             is_users=isinstance(error, UserCodeError),
+            is_told=isinstance(error, IncidentError),
         )
 
     def to_incident(self) -> Incident:
@@ -108,6 +114,8 @@ class Failure:
 
 
 def _incident_kind(error: BaseException) -> IncidentKind:
+    if isinstance(error, IncidentError):
+        return IncidentKind(error.kind)
     if isinstance(error, DivergenceError):
         return IncidentKind.DIVERGENCE
     if isinstance(error, CheckpointError):

@@ -12,6 +12,7 @@ from samestep.checkpoint.state import State, collect
 from samestep.checkpoint.storage import Storage
 from samestep.engine.agreement import agreed_digest
 from samestep.engine.appraisal import Appraisal
+from samestep.engine.detection import Detection
 from samestep.engine.node import Node, require_room
 from samestep.engine.peers import Peers
 from samestep.engine.resume import Saved
@@ -35,6 +36,7 @@ class Keeping:
         spec: the job.
         built: what the workload gave.
         appraisal: what evaluations decided; a part of it is kept with the state.
+        detection: what steps are judged by; kept with the state as well.
         peers: the other workers.
         run: the run directory.
         target: the recorder.
@@ -53,6 +55,7 @@ class Keeping:
         spec: JobSpec,
         built: Built,
         appraisal: Appraisal,
+        detection: Detection,
         peers: Peers,
         run: Storage,
         target: Target,
@@ -64,6 +67,7 @@ class Keeping:
         self._spec = spec
         self._built = built
         self._appraisal = appraisal
+        self._detection = detection
         self._peers = peers
         self._start = start
         self._fingerprint = fingerprint
@@ -184,6 +188,7 @@ class Keeping:
             "dataset_size": self._built.dataset_size,
             "steps_per_epoch": self._built.order.steps_per_epoch,
             **self._appraisal.state,
+            **self._detection.state,
         }
 
     def _meta(self, evaluation: Mapping[str, float] | None) -> CheckpointMeta:

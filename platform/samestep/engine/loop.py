@@ -16,6 +16,7 @@ from torch import nn
 
 from samestep.checkpoint.storage import Storage
 from samestep.engine.appraisal import Appraisal
+from samestep.engine.detection import Detection
 from samestep.engine.ema import averages_in
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
@@ -112,10 +113,14 @@ class Loop:
             device_memory=partial(_device_memory, self._device),
         )
         self._flag = 0
+        self._detection = Detection(
+            spec, state=start.detection, target=target, attempt=attempt, tells=link is not None
+        )
         self._keeping = Keeping(
             spec=spec,
             built=built,
             appraisal=self._appraisal,
+            detection=self._detection,
             peers=peers,
             run=run,
             target=target,
@@ -289,7 +294,10 @@ class Loop:
             step=step,
             device=self._device,
             schedule_due=self._schedule_due(step + 1),
+            leaves_out=partial(self._detection.leaves_out, step, reduced),
         )
+        if updated.skipped:
+            self._engine.main.keeper.undo_step()
         self._engine.sync_replicas()
         self._step, self._stage, self._begun = step + 1, Stage.UPDATED, False
         self._values = values_of(step, plans[0].epoch, reduced, updated)
@@ -306,6 +314,7 @@ class Loop:
             self._record(ids, reduced, None, started)
             raise
         self._record(ids, reduced, digest, started)
+        self._detection.look_at_weights(built.parts.model, step)
         self._flag = reduced.flag
         return Flag(reduced.flag % SAVE_FLAG)
 

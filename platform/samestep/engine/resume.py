@@ -29,6 +29,7 @@ from samestep.checkpoint.state import State, restore
 from samestep.checkpoint.storage import Storage
 from samestep.engine import survivor
 from samestep.engine.appraisal import Best
+from samestep.engine.detection import STATE_KEY
 from samestep.engine.handover import hand_over
 from samestep.engine.peers import Peers
 from samestep.engine.setup import Built
@@ -109,6 +110,7 @@ class Saved:
         source: where the state came from; None at the start of a run.
         digest: of the checkpoint of this very state; None where there is none.
         early_stop: the count of evaluations without improvement, as the state has it.
+        detection: what steps are judged by, as the state has it.
         rest: where between two updates the state was taken.
     """
 
@@ -117,6 +119,7 @@ class Saved:
     source: Source | None = None
     digest: str | None = None
     early_stop: Mapping[str, Any] | None = None
+    detection: Mapping[str, Any] | None = None
     rest: Rest = field(default=SETTLED)
 
 
@@ -230,6 +233,7 @@ class Resumption:
             source=offer.kind,
             digest=digest,
             early_stop=extras.get("early_stop"),
+            detection=extras.get(STATE_KEY),
             rest=rest,
         )
 

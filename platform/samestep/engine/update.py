@@ -1,14 +1,19 @@
 """The update: unscaling, clipping, optimizer, averages, scheduler; on every worker, no talking.
 
-What happens on a step that is left out (no weight, or an overflow under loss scaling) is defined
-here once: the optimizer does not act and the averages of the weights stay, the scheduler and the
-position go on, and the scaler does as torch's GradScaler does.
+What happens on a step that is left out (no weight, an overflow under loss scaling, an incident with
+policy skip) is defined here once. The optimizer does not act; weights, their averages and the
+buffers are as before the step, so that no NaN stays in BatchNorm's running mean. The scheduler and
+the position go on, hooks are called (`Values.skipped`), and the scaler does as torch's GradScaler
+does: it backs off where the gradient was not finite.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +25,11 @@ from samestep.engine.schedule import step_schedule
 from samestep.engine.shard import in_user_code
 from samestep.exact.seeds import Purpose, seed_everything
 from samestep.spec import JobSpec
+
+LeavesOut = Callable[[float, bool], bool]
+"""Told the gradient norm (see `Updated`) and whether the step overflows under loss scaling."""
+
+_KEEPS: Final[LeavesOut] = lambda grad_norm, overflow: False  # noqa: E731
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +72,7 @@ def apply_update(
     step: int,
     device: torch.device,
     schedule_due: bool = True,
+    leaves_out: LeavesOut = _KEEPS,
 ) -> Updated:
     """Updates the model by the reduced gradient.
 
@@ -72,27 +83,19 @@ def apply_update(
         step: global step; keys the optimizer's own draws.
         device: of the parameters.
         schedule_due: the scheduler is stepped after this step, whether or not it is left out.
+        leaves_out: asked before anything of the state changes; may raise.
     """
     learning_rates = [float(group["lr"]) for group in parts.optimizer.param_groups if "lr" in group]
-    grad_norm, skipped = math.nan, not parameters
     seed_everything(spec.seed, Purpose.OPTIMIZER, step, device=device)
-    parameters = _optimized(parts.optimizer, parameters)
-    if parameters:
-        scaler = parts.scaler
-        if scaler is not None:
-            scaler.unscale_(parts.optimizer)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = global_norm(gradients)
-        if spec.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, spec.clip_norm, norm)
-        if scaler is None:
-            in_user_code(parts.optimizer.step, f"the optimizer at step {step}")
-        else:
-            found = scaler._found_inf_per_device(parts.optimizer)
-            skipped = any(bool(flag) for flag in found.values())
-            in_user_code(lambda: scaler.step(parts.optimizer), f"the optimizer at step {step}")
-            scaler.update()
-        grad_norm = float(norm)
+    has_gradient, parameters = bool(parameters), _optimized(parts.optimizer, parameters)
+    norm, overflow = _measure(parts, parameters)
+    grad_norm = math.nan if norm is None else float(norm)
+    skipped = leaves_out(grad_norm, overflow) or overflow or not has_gradient
+    if norm is not None:
+        if not skipped:
+            _step(spec, parts, parameters, norm, step)
+        if parts.scaler is not None:
+            parts.scaler.update()
     if parts.ema is not None and not skipped:
         assert spec.ema.decay is not None
         update_averages(parts.ema, parts.model, spec.ema.decay)
@@ -100,6 +103,28 @@ def apply_update(
         scheduler = parts.scheduler
         in_user_code(lambda: step_schedule(scheduler), f"the scheduler after step {step}")
     return Updated(grad_norm=grad_norm, learning_rates=learning_rates, skipped=skipped)
+
+
+def _measure(parts: Parts, parameters: list[nn.Parameter]) -> tuple[Tensor | None, bool]:
+    """Norm of the gradient, unscaled from here on, and whether it overflows under loss scaling."""
+    if not parameters:
+        return None, False
+    overflow = False
+    if parts.scaler is not None:
+        parts.scaler.unscale_(parts.optimizer)
+        found = parts.scaler._found_inf_per_device(parts.optimizer)
+        overflow = any(bool(flag) for flag in found.values())
+    return global_norm([p.grad for p in parameters if p.grad is not None]), overflow
+
+
+def _step(
+    spec: JobSpec, parts: Parts, parameters: list[nn.Parameter], norm: Tensor, step: int
+) -> None:
+    if spec.clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, spec.clip_norm, norm)
+    optimizer, scaler = parts.optimizer, parts.scaler
+    act = optimizer.step if scaler is None else partial(scaler.step, optimizer)
+    in_user_code(act, f"the optimizer at step {step}")
 
 
 def _optimized(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[nn.Parameter]:

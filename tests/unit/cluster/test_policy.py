@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.cluster.policy import MAX_BACKOFF_S, Cause, Fault, RetryPolicy
-from samestep.spec import Retries
+from samestep.spec_faults import Retries
 
 CRASH = Fault(cause=Cause.CRASH, message="worker 1 on h was lost")
 USER = Fault(cause=Cause.USER, message="KeyError: 'x'", kind="UserCodeError", step=5)
