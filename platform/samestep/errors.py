@@ -14,6 +14,7 @@
     ├── PeerLostError            1   another worker went away (infrastructure: retried)
     ├── AttemptFailedError       1   why a worker left its group, told to whoever decides on retries
     ├── DivergenceError          1   a step or a state differs from what it must equal
+    ├── CorruptionError          1   a machine computed wrongly, as an audit found
     ├── IncidentError            1   something odd in a step, where the job says to stop
     └── RecorderError            1   the run's recorder can't be reached or refused us
 
@@ -101,6 +102,22 @@ class DivergenceError(SamestepError):
     """Values that must be equal bit for bit are not."""
 
 
+class CorruptionError(SamestepError):
+    """An audit found that a worker's machine computed wrongly; the step was not applied.
+
+    Attributes:
+        seen: `culprit` (world rank, None where that can't be told), `host` (its node), `parameter`,
+            `shard`, `owner`, `auditor`, `digests`, `repeats`, `transient`.
+    """
+
+    def __init__(self, message: str, seen: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__(message, dict(seen))
+        self.seen = dict(seen)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class IncidentError(SamestepError):
     """A step gave something odd, and the job says to stop; the incident is recorded already.
 
@@ -127,6 +144,7 @@ class AttemptFailedError(SamestepError):
         details: `kind` (of the exception), `step` (that was being taken), `attempt`,
             `world_rank`, `host`, `exit_status`, `is_echo` (another worker was lost: the cause
             lies there), `is_final` (no retry can help), `is_memory` (it ran out of memory),
+            `is_corruption` (a machine computed wrongly: the step is taken again),
             `time` (seconds since the epoch).
     """
 

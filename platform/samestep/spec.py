@@ -270,6 +270,11 @@ class JobSpec(Part):
                 f"incidents.least ({self.incidents.least}) is more than incidents.window "
                 f"({self.incidents.window}): no value could ever stand out"
             )
+        if self.reduction == "fast" and self.incidents.audit_every:
+            raise ValueError(
+                f"incidents.audit_every is {self.incidents.audit_every}, but reduction fast "
+                "promises nothing about bits, so there is nothing to compare: set it to 0"
+            )
         return self
 
 

@@ -125,4 +125,22 @@ class Incidents(Part):
         description="rollbacks of a run at most; the next one stops it",
         json_schema_extra=BITS,
     )
+    audit_every: int = Field(
+        0,
+        ge=0,
+        description=(
+            "every so many steps another worker computes one shard again, and the bits of its "
+            "gradients are compared (a worker alone compares with itself); it costs that worker "
+            "the shard's time. 0: never"
+        ),
+        json_schema_extra=FREE,
+    )
+    audit: Literal["retry", "stop"] = Field(
+        "retry",
+        description=(
+            "when an audit finds that a machine computed wrongly: take the step again, or end the "
+            "run. Its update is never applied"
+        ),
+        json_schema_extra=FREE,
+    )
     bundle: Bundles = Field(default_factory=Bundles, json_schema_extra=FREE)

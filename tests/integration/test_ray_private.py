@@ -167,7 +167,8 @@ def test_a_worker_can_be_made_ready_again_and_tells_of_its_training_thread() -> 
 
 def test_exceptions_of_workers_are_told_apart_by_their_cause() -> None:
     details = {"kind": "UserCodeError", "step": 3, "attempt": 1, "world_rank": 0, "host": "a"}
-    flags = {"exit_status": 1, "is_echo": False, "is_final": False, "is_memory": False, "time": 0.0}
+    flags = {"exit_status": 1, "is_echo": False, "is_final": False, "time": 0.0}
+    flags |= {"is_memory": False, "is_corruption": False}
     told = AttemptFailedError("mine", {**details, **flags})
     echo = AttemptFailedError("lost worker 1", {**details, **flags, "is_echo": True})
     died = WorkerHealthCheckFailedError("no answer", RayActorError())

@@ -27,6 +27,7 @@ class Cause(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     CRASH = "crash"
     HANG = "hang"
+    CORRUPTION = "corruption"
     START = "start"
     INTERNAL = "internal"
     LOST = "lost"

@@ -65,6 +65,8 @@ def _of_attempt(error: AttemptFailedError) -> Fault:
         cause = Cause.LOST
     elif details["is_final"]:
         cause = Cause.FINAL
+    elif details["is_corruption"]:
+        cause = Cause.CORRUPTION
     else:
         cause = Cause.OUT_OF_MEMORY if details["is_memory"] else Cause.USER
     return Fault(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import NotExactError
+from samestep.exact.digest import short_digest
 from samestep.exact.tree import LocalPlan
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -154,6 +155,8 @@ class Buckets:
         self._complete = [True] * len(layouts)
         self._shard = -1
         self._in_backward = self._dry = False
+        self._watched: int | None = None
+        self._seen: dict[str, str] = {}
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook_of(i))
             for i, (_, p) in enumerate(parameters)
@@ -202,6 +205,7 @@ class Buckets:
         if self._shard + 1 < len(self.plan.pushes):
             for bucket in range(len(self.layouts)):
                 self._fill_absent(bucket)
+                self._look(bucket)
                 self._push(bucket)
 
     def flush(self) -> None:
@@ -209,6 +213,42 @@ class Buckets:
         for bucket in range(len(self.layouts)):
             if not self._complete[bucket]:
                 self._finish(bucket)
+
+    def watch(self, turn: int | None) -> None:
+        """Takes digests of what is in the active buffers after one of the step's shards.
+
+        Args:
+            turn: place of the shard among this replica's; None: of none of them.
+        """
+        self._watched, self._seen = turn, {}
+
+    @property
+    def seen(self) -> dict[str, str]:
+        """Those digests, by parameter; empty if there was nothing to watch."""
+        return self._seen
+
+    def start_apart(self, *, on_top: bool) -> None:
+        """Prepares the active buffers for a shard that is no part of the step's sums.
+
+        Args:
+            on_top: its gradients are added to those of the shard before.
+        """
+        self._fired = [False] * len(self.parameters)
+        self._remaining = [len(layout.parameters) for layout in self.layouts]
+        self._on_top = on_top
+        for bucket, layout in enumerate(self.layouts):
+            views = self._views[bucket][self._active[bucket]]
+            for index, view in zip(layout.parameters, views, strict=True):
+                self.parameters[index][1].grad = view if on_top else None
+
+    def end_apart(self) -> None:
+        """After the backward of such a shard, if it had one."""
+        for bucket in range(len(self.layouts)):
+            self._fill_absent(bucket)
+
+    def leaf_digests(self) -> dict[str, str]:
+        """Digests of what is in the active buffers, by parameter."""
+        return {name: short_digest(view) for name, view in self.digest_source().items()}
 
     def active(self, bucket: int) -> Tensor:
         """The flat buffer that gradients are views of; after the exchange, the result."""
@@ -309,9 +349,17 @@ class Buckets:
         self._fill_absent(bucket)
         if self.layouts[bucket].marks is not None:
             self._marks().copy_(torch.tensor([1.0 if p else -0.0 for p in self._present]))
+        self._look(bucket)
         self._push(bucket)
         self._complete[bucket] = True
         self._on_complete(bucket)
+
+    def _look(self, bucket: int) -> None:
+        if self._shard != self._watched:
+            return
+        views = self._views[bucket][self._active[bucket]]
+        for index, view in zip(self.layouts[bucket].parameters, views, strict=True):
+            self._seen[self.parameters[index][0]] = short_digest(view)
 
     def _marks(self) -> Tensor:
         start = self.layouts[-1].marks

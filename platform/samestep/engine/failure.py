@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from samestep.errors import (
     AttemptFailedError,
     CheckpointError,
+    CorruptionError,
     DivergenceError,
     IncidentError,
     InputError,
@@ -41,7 +43,8 @@ class Failure:
         is_echo: another worker was lost; the cause lies there.
         is_final: no retry can help.
         is_users: the workload's own code raised.
-        is_told: the incident is recorded already.
+        is_told: the incident is recorded already, or another worker does it.
+        seen: what was observed, for the incident.
     """
 
     kind: str
@@ -56,6 +59,7 @@ class Failure:
     is_final: bool
     is_users: bool
     is_told: bool = False
+    seen: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -63,6 +67,7 @@ class Failure:
     ) -> Failure:
         """Takes down what an exception says."""
         kind = type(error).__name__
+        seen = error.seen if isinstance(error, CorruptionError) else {}
         message = str(error) if isinstance(error, SamestepError) else f"{kind}: {error}"
         if isinstance(error, UserCodeError) and world_size > 1:
             message = f"worker {world_rank} on {os.uname().nodename}: {message}"
@@ -76,21 +81,24 @@ class Failure:
             world_rank=world_rank,
             exit_status=int(error.exit_status) if isinstance(error, SamestepError) else 1,
             is_echo=isinstance(error, PeerLostError),
-            is_final=isinstance(
-                error, InputError | DivergenceError | RecorderError | IncidentError
-            ),
+            is_final=isinstance(error, InputError | DivergenceError | RecorderError | IncidentError)
+            or seen.get("policy") == "stop",
             is_users=isinstance(error, UserCodeError),
-            is_told=isinstance(error, IncidentError),
+            # What all workers found alike is told by one of them.
+            is_told=isinstance(error, IncidentError) or (bool(seen) and world_rank != 0),
+            seen=seen,
         )
 
     def to_incident(self) -> Incident:
         """The incident that it is."""
+        is_corruption = self.incident is IncidentKind.CORRUPTION
         return Incident(
             kind=self.incident,
             step=self.step,
             attempt=self.attempt,
-            world_rank=self.world_rank,
-            host=os.uname().nodename,
+            world_rank=self.seen["culprit"] if is_corruption else self.world_rank,
+            host=self.seen["host"] if is_corruption else os.uname().nodename,
+            seen=self.seen,
             time=time.time(),
             message=self.message,
             traceback=self.traceback,
@@ -108,6 +116,7 @@ class Failure:
             "is_echo": self.is_echo,
             "is_final": self.is_final,
             "is_memory": self.incident is IncidentKind.OUT_OF_MEMORY,
+            "is_corruption": self.incident is IncidentKind.CORRUPTION,
             "time": time.time(),
         }
         return AttemptFailedError(self.message, details)
@@ -116,6 +125,8 @@ class Failure:
 def _incident_kind(error: BaseException) -> IncidentKind:
     if isinstance(error, IncidentError):
         return IncidentKind(error.kind)
+    if isinstance(error, CorruptionError):
+        return IncidentKind.CORRUPTION
     if isinstance(error, DivergenceError):
         return IncidentKind.DIVERGENCE
     if isinstance(error, CheckpointError):

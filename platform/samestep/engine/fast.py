@@ -62,7 +62,14 @@ class FastEngine:
         self._ddp = DistributedDataParallel(module, device_ids=device_ids, **(ddp_options or {}))
 
     def compute(
-        self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int, delivered: int = 0
+        self,
+        step: int,
+        plans: list[ShardPlan],
+        take: TakeBatch,
+        flag: int,
+        delivered: int = 0,
+        *,
+        take_apart: TakeBatch | None = None,
     ) -> Reduced:
         """Forward and backward of the worker's shards under `no_sync` but for the last one."""
         mine = [plans[shard] for shard in self.main.shards if plans[shard].ids]

@@ -282,7 +282,12 @@ class Loop:
         plans = built.order.shards_of(step)
         self._computing = True
         reduced = self._engine.compute(
-            step, plans, self._take, self._wanted(), self._recording.delivered
+            step,
+            plans,
+            self._take,
+            self._wanted(),
+            self._recording.delivered,
+            take_apart=self._feed.take_apart,
         )
         self._progress.at(Phase.UPDATE, step=step)
         self._keeping.after_exchange()

@@ -5,6 +5,7 @@ A mode only decides which replicas a process has and how sums meet; everything e
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.engine.audit import Digests, Task, differing, judged, plan_audit
 from samestep.engine.buckets import Buckets, layout_buckets, trainable, trainable_digest
 from samestep.engine.buffers import BufferKeeper
 from samestep.engine.collective import Collective
@@ -21,6 +23,7 @@ from samestep.engine.pairwise import Pairwise
 from samestep.engine.peers import Peers
 from samestep.engine.shard import ShardResult, forward_shard, in_user_code
 from samestep.errors import (
+    CorruptionError,
     DivergenceError,
     NotExactError,
     PeerLostError,
@@ -131,7 +134,14 @@ class StepEngine:
         vars(self).pop("exchange", None)
 
     def compute(
-        self, step: int, plans: list[ShardPlan], take: TakeBatch, flag: int, delivered: int = 0
+        self,
+        step: int,
+        plans: list[ShardPlan],
+        take: TakeBatch,
+        flag: int,
+        delivered: int = 0,
+        *,
+        take_apart: TakeBatch | None = None,
     ) -> Reduced:
         """Forward and backward of this process's shards, and the reduction over all.
 
@@ -144,7 +154,12 @@ class StepEngine:
             take: loads a shard's batch.
             flag: what this worker asks for; the largest of all counts.
             delivered: records of the attempt that worker 0 knows to be in the ledger.
+            take_apart: loads a batch beside the order, for the audit; None: `take` can.
+
+        Raises:
+            CorruptionError: an audit found that a machine computed wrongly.
         """
+        take_apart = take_apart or take
         self._delivered = delivered
         if self._flags() != self._trainable_flags:
             for replica in self.replicas[1:]:
@@ -154,6 +169,16 @@ class StepEngine:
             # Buckets of other sizes would break the connection: nobody sends one before all have
             # the same. A worker that froze nothing meets this message in its own small talk.
             self._checked(self._peers.gather(self._message(plans, flag, {}))(), step)
+        audit, audited = self._plan_audit(step, plans), dict[str, str]()
+        if audit is not None and audit.auditor[0] == self._peers.world_rank:
+            # Before the step's own shards: the buffers are free, so no others are needed.
+            try:
+                audited = dict(
+                    self._apart(self.replicas[audit.auditor[1]], audit, plans, take_apart)
+                )
+            except Exception as error:
+                self._peers.gather({"error": f"{type(error).__name__}: {error}"})()
+                raise
         self.exchange.post()
         versions = [_versions(replica.model) for replica in self.replicas]
         for replica in self.replicas:
@@ -188,7 +213,81 @@ class StepEngine:
             replica.buckets.flush()
         assert talk is not None
         self._progress.at(Phase.EXCHANGE, step=step)
-        return self._reduce(step, self._checked(talk(), step))
+        reduced = self._reduce(step, self._checked(talk(), step))
+        if audit is not None:
+            self._compare(audit, audited, plans, take_apart)
+        return reduced
+
+    def _plan_audit(self, step: int, plans: list[ShardPlan]) -> Task | None:
+        task = plan_audit(
+            self._spec,
+            step,
+            [len(plan.ids) for plan in plans],
+            world_size=self._peers.world_size,
+            replicas=[replica.shards for replica in self.replicas],
+            pairs_in_place=self._pairs_in_place,
+        )
+        for number, replica in enumerate(self.replicas):
+            is_owner = task is not None and task.owner == (self._peers.world_rank, number)
+            replica.buckets.watch(replica.shards.index(task.shard) if task and is_owner else None)
+        return task
+
+    def _apart(
+        self, replica: Replica, task: Task, plans: list[ShardPlan], take: TakeBatch
+    ) -> Digests:
+        """Computes the audited gradients beside the step, in the active buffers; no trace is left.
+
+        To be called while these hold nothing that is needed.
+        """
+        replica.buckets.start_step()
+        replica.keeper.start_step()
+        try:
+            for number, shard in enumerate(task.computed):
+                replica.buckets.start_apart(on_top=number > 0)
+                result = self._forward(replica, plans[shard], take, {})
+                if result.weight > 0:
+                    self._backward(replica, result, task.step, shard, dry=True)
+                replica.buckets.end_apart()
+            return replica.buckets.leaf_digests()
+        finally:
+            replica.keeper.rewind()
+
+    def _compare(
+        self, task: Task, audited: Digests, plans: list[ShardPlan], take: TakeBatch
+    ) -> None:
+        """Compares the audited gradients; the exchange of the step is over, its update is not.
+
+        Raises:
+            CorruptionError: they differ; tells which worker was wrong, where that can be told.
+        """
+        rank = self._peers.world_rank
+        owned: Digests = {}
+        if task.owner[0] == rank:
+            owned = self.replicas[task.owner[1]].buckets.seen
+        everyone = self._peers.gather([owned, audited, os.uname().nodename])()
+        owned, audited = everyone[task.owner[0]][0], everyone[task.auditor[0]][1]
+        parameter = differing(owned, audited)
+        if parameter is None:
+            return
+        for replica in self.replicas:
+            replica.keeper.undo_step()  # the step will not be applied
+        again = self._apart(self.replicas[task.auditor[1]], task, plans, take)
+        finding = judged(task, parameter, owned, audited, self._peers.gather(again)())
+        raise CorruptionError(
+            finding.describe([host for _, _, host in everyone]),
+            {
+                "culprit": finding.culprit,
+                "host": "" if finding.culprit is None else everyone[finding.culprit][2],
+                "parameter": finding.parameter,
+                "shard": task.shard,
+                "owner": task.owner[0],
+                "auditor": task.auditor[0],
+                "digests": list(finding.digests),
+                "repeats": list(finding.repeats),
+                "transient": finding.is_transient,
+                "policy": self._spec.incidents.audit,
+            },
+        )
 
     def _forward(
         self,
@@ -223,12 +322,15 @@ class StepEngine:
         results[plan.shard] = result
         return result
 
-    def _backward(self, replica: Replica, result: ShardResult, step: int, shard: int) -> None:
+    def _backward(
+        self, replica: Replica, result: ShardResult, step: int, shard: int, *, dry: bool = False
+    ) -> None:
         self._progress.at(Phase.BACKWARD, step=step, shard=shard)
         # Equal shards multiply by exactly 1, and fp16 does not overflow.
         leaf = self._scale(result.loss * (result.weight / self.nominal_weight))
         in_user_code(
-            lambda: replica.buckets.backward(leaf), f"backward of step {step}, shard {shard}"
+            lambda: replica.buckets.backward(leaf, dry=dry),
+            f"backward of step {step}, shard {shard}",
         )
 
     def _message(
@@ -388,6 +490,7 @@ class StepEngine:
             converts = reduce_dtype is not None and any(
                 p.dtype != reduce_dtype for _, p in parameters
             )
+            self._pairs_in_place = not converts
             replica.buckets = Buckets(
                 parameters,
                 layouts,

@@ -54,6 +54,11 @@ def live_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def short_digest(tensor: Tensor) -> str:
+    """xxh3-64 (16 hex digits) of a tensor's elements in C order; shape and dtype don't count."""
+    return xxhash.xxh3_64(tensor_bytes(tensor)).hexdigest()
+
+
 def sha256_state(tensors: Mapping[str, Tensor], values_json: str) -> str:
     """SHA-256 (64 hex digits) of the canonical form that the module's docstring defines.
 

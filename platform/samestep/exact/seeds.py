@@ -28,6 +28,7 @@ class Purpose(StrEnum):
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     HOOK = "hook"
+    AUDIT = "audit"
 
 
 def stream_key(seed: int, purpose: Purpose, *indices: int) -> bytes:
