@@ -143,4 +143,19 @@ class Incidents(Part):
         ),
         json_schema_extra=FREE,
     )
+    straggler_ratio: float = Field(
+        3.0,
+        ge=0,
+        description=(
+            "a worker that takes so many times as long for a sample as the median one is told of; "
+            "0: never. Training goes on"
+        ),
+        json_schema_extra=FREE,
+    )
+    straggler_after_s: float = Field(
+        60.0,
+        ge=0,
+        description="seconds for which it must have been that slow",
+        json_schema_extra=FREE,
+    )
     bundle: Bundles = Field(default_factory=Bundles, json_schema_extra=FREE)

@@ -114,6 +114,11 @@ class Workload:
     """Declared dimensions of a batch's tensors, by path ("" for a bare tensor, "0", "image",
     "0.mask"); None leaves a dimension open. A batch that breaks them is refused."""
 
+    ranges: ClassVar[Mapping[str, tuple[float | None, float | None]]] = {}
+    """Least and largest value that a batch's tensors may hold, by path as in `dimensions`; None
+    leaves an end open. A batch that breaks them (NaN always does) is refused before the model sees
+    it; looking costs a pass over the tensors that are named here."""
+
     @cached_property
     def folder(self) -> Path:
         """The folder of the workload's module, wherever that lies on this machine."""

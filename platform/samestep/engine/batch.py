@@ -159,6 +159,42 @@ def check_batch(
             )
 
 
+def check_ranges(
+    batch: Any, ranges: Mapping[str, tuple[float | None, float | None]], where: str
+) -> None:
+    """Refuses a batch with values that the workload says it can't have.
+
+    Args:
+        batch: as collate made it.
+        ranges: least and largest value by path; None is open.
+        where: names the step and shard in messages.
+
+    Raises:
+        WorkloadError: a value outside, or NaN; or a range of what is not in the batch.
+    """
+    arrays = dict(_arrays_of(batch)) if ranges else {}
+    for path, (low, high) in ranges.items():
+        if path not in arrays:
+            raise WorkloadError(
+                f"the workload declares a range of {path!r}, which the batch of {where} does not "
+                f"have. It has: {', '.join(map(repr, arrays)) or 'no tensor'}"
+            )
+        values = torch.as_tensor(arrays[path])
+        if not values.numel():
+            continue
+        least, most = (float(value) for value in torch.aminmax(values))
+        inside = (low is None or least >= low) and (high is None or most <= high)
+        if not inside or least != least or most != most:
+            raise WorkloadError(
+                f"the batch of {where} breaks the declared range: {path or 'the batch'} has values "
+                f"from {least:g} to {most:g}, the workload declares {_end(low)} to {_end(high)}"
+            )
+
+
+def _end(value: float | None) -> str:
+    return "any" if value is None else f"{value:g}"
+
+
 def _told(entry: tuple[str, int] | None) -> str:
     return "no tensor" if entry is None else f"{entry[0]} with {entry[1]} dimensions"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from samestep.engine.batch import Signature, check_batch, signature, to_device
+from samestep.engine.batch import Signature, check_batch, check_ranges, signature, to_device
 from samestep.errors import PeerLostError, UserCodeError, WorkloadError
 from samestep.exact.order import Order, ShardPlan
 from samestep.exact.seeds import Purpose, seed_everything
@@ -158,12 +158,9 @@ class Feed:
             raise UserCodeError(fetched.error)
         if self.expected is None:
             self.expected = signature(fetched.batch)
-        check_batch(
-            fetched.batch,
-            self.expected,
-            self._workload.dimensions,
-            f"step {plan.step}, shard {plan.shard}",
-        )
+        where = f"step {plan.step}, shard {plan.shard}"
+        check_batch(fetched.batch, self.expected, self._workload.dimensions, where)
+        check_ranges(fetched.batch, self._workload.ranges, where)
         return to_device(fetched.batch, device)
 
 

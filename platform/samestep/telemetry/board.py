@@ -64,6 +64,11 @@ class Board:
         """Workers of the present attempt."""
         return int(self._values["workers"])
 
+    @property
+    def hosts(self) -> list[str]:
+        """Their nodes, by world rank; empty where these are not known."""
+        return list(self._values["hosts"])
+
     def load(self, past: Past) -> None:
         """Starts from what the ledger holds."""
         if past.last_step is not None:

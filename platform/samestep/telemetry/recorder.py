@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.saves import Part, Saves
 from samestep.telemetry.sink import RunInfo, Sink
+from samestep.telemetry.slowness import Slowness
 
 _ENDS: Final = (RunState.DONE, RunState.INTERRUPTED, RunState.FAILED)
 
@@ -97,6 +98,7 @@ class Recorder:
                 clock=clock,
                 announce=self._announce,
             )
+            self._slowness = Slowness(spec.incidents)
             self._incidents = IncidentLog(self._run, log=self._intake.log, clock=clock)
             self._saves = Saves(
                 self._run, commit=self._commit, say=self._board.say, incident=self._incidents.write
@@ -251,8 +253,12 @@ class Recorder:
         """
         if data.get("attempt") != self._intake.attempt or self._end is not None:
             return False
+        given = WorkerReport.from_json(data)
         if self._outlets:
-            self._outlets.report(WorkerReport.from_json(data))
+            self._outlets.report(given)
+        slow = self._slowness.take(given, hosts=self._board.hosts, step=self._board.num_steps)
+        if slow is not None:
+            self._incidents.write(replace(slow, time=self._clock()))
         return True
 
     def verdict(self, attempt: int) -> dict[str, Any] | None:

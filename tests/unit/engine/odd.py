@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -38,6 +39,8 @@ class Odd(Base):
         self.fault, self.at, self.now = fault, at, 0
         if fault == "misspelt":
             self.dimensions = {"targets": (None, 1)}  # type: ignore[misc]
+        if fault in ("too large", "not a number"):
+            self.ranges = {"0": (None, 100.0)}  # type: ignore[misc]
 
     def net(self) -> nn.Module:
         made: Callable[[], nn.Module] | None = NETS.get(self.fault)
@@ -186,6 +189,8 @@ class OddRows(Rows):
         if index >= 20:
             x = x.double() if self.fault == "other dtype" else x
             x = x[None] if self.fault == "other rank" else x
+            x = x * 1000 if self.fault == "too large" else x
+            x = x * math.nan if self.fault == "not a number" else x
             y = y.repeat(2) if self.fault == "other dimension" else y
         return (x, y, index) if self.fault == "other array" else (x, y)
 

@@ -50,6 +50,8 @@ IN_MID_RUN = {
     "other dtype": ("WorkloadError", r"step 2, shard 0 is of another kind.*0: torch\.float64 with"),
     "other rank": ("WorkloadError", r"step 2, shard 0 is of .* with 3 dimensions, the first .* 2 "),
     "other dimension": ("WorkloadError", r"1 has shape \(3, 2\), the workload declares \(None, 1"),
+    "too large": ("WorkloadError", r"step 2, shard 0 breaks the declared range: 0 .* any to 100$"),
+    "not a number": ("WorkloadError", r"step 2, shard 0 breaks the .* nan to nan, the workload"),
     "other array": ("WorkloadError", r"2: numpy\.int64 with 1 .* first batch had numpy\.int32"),
     "changes later": ("NotExactError", r"of step 2 changed parameters in place \(0\.weight\)"),
     "item raises": ("UserCodeError", r"reading sample 25 \(step 2, shard 1\) raised OSError: cann"),
