@@ -44,25 +44,9 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
     gate = tmp_path / "gate"
     gate.mkdir()
     spec = make_spec(mode="ddp", workers=2, args={"pause_s": 0.1, "gate": str(gate)})
-    hit: list[int] = []
-
-    def strike_at_step_six() -> None:
-        def pids_at_step() -> list[int] | None:
-            names = [name.split("-") for name in os.listdir(gate)]
-            pids = [int(pid) for pid, step in names if step == "6"]
-            return pids if len(pids) == 2 else None
-
-        pids = wait_until(pids_at_step, 90, "two workers at step 6")
-        for number, count in signals.items():
-            for pid in pids[:count]:
-                os.kill(pid, number)
-                hit.append(pid)
-
-    striker = threading.Thread(target=strike_at_step_six)
-    striker.start()
+    pids = struck_at_step_six(gate, wait_until, signals)
     outcome = train(spec, name="struck", search=[folder])
-    striker.join()
-    assert len(hit) == sum(signals.values())
+    assert len(pids()) == sum(signals.values())
     # `gate` and `pause_s` are part of the job, but not of the weights.
     assert (outcome.status, outcome.digest) == ("done", straight.digest)
     assert outcome.evaluation == straight.evaluation
@@ -75,6 +59,53 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
     assert recovery["workers"] == [2, 2]
     assert recovery["planned"] == (signal.SIGTERM in signals)
     assert 0 < recovery["again_s"] < 60
+
+
+def test_all_workers_told_to_end_are_a_planned_stop(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil, straight: Outcome
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    spec = make_spec(mode="ddp", workers=2, args={"pause_s": 0.1, "gate": str(gate)})
+    pids = struck_at_step_six(gate, wait_until, {signal.SIGTERM: 2})
+    stopped = train(spec, name="struck", search=[folder])
+    assert len(pids()) == 2
+    assert (stopped.status, stopped.exit_status) == ("interrupted", ExitStatus.INTERRUPTED)
+    assert stopped.message == "SIGTERM to all workers"
+    assert stopped.step >= 6
+    resumed = train(spec, name="struck", search=[folder])
+    assert (resumed.status, resumed.digest) == ("done", straight.digest)
+    found = summarize(Storage.at(resumed.run))
+    assert [attempt.start_step for attempt in found.attempts] == [0, stopped.step]
+    assert (found.num_redone, list(found.incidents)) == (0, [])
+
+
+def struck_at_step_six(
+    gate: Path, wait_until: WaitUntil, signals: dict[signal.Signals, int]
+) -> Callable[[], list[int]]:
+    """Signals workers once two are at step 6; gives a call that waits for it, and whom it hit."""
+    hit: list[int] = []
+
+    def strike() -> None:
+        def pids_at_step() -> list[int] | None:
+            names = [name.split("-") for name in os.listdir(gate)]
+            pids = [int(pid) for pid, step in names if step == "6"]
+            return pids if len(pids) == 2 else None
+
+        pids = wait_until(pids_at_step, 90, "two workers at step 6")
+        for number, count in signals.items():
+            for pid in pids[:count]:
+                os.kill(pid, number)
+                hit.append(pid)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+
+    def struck() -> list[int]:
+        striker.join()
+        return hit
+
+    return struck
 
 
 def test_an_exception_of_the_workload_is_told_whole_and_retried_once(

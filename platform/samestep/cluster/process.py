@@ -136,6 +136,11 @@ def ask_to_park(save: bool) -> None:
     here.ask_to_park(save=save)
 
 
+def dismiss() -> None:
+    """For the controller: lets this process's parked worker go, since the run ends here."""
+    here.release()
+
+
 def set_meeting(meeting: dict[str, Any]) -> None:
     """For the controller: tells this process where its group meets."""
     global _meeting

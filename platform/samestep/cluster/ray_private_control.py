@@ -43,8 +43,10 @@ from ray.train.v2._internal.execution.worker_group import (
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
+from samestep.checkpoint.storage import Storage
 from samestep.cluster import process
 from samestep.cluster.crew import Crew
+from samestep.cluster.interruption import interrupted_result
 from samestep.cluster.judge import Judge
 from samestep.cluster.muster import Muster, survives
 from samestep.cluster.notes import Notes
@@ -113,6 +115,10 @@ class ElasticScaling(ScalingPolicy):
         """Asks the workers to park where the group should be another, and waits for that."""
         everyone = whereabouts(worker_group_status)
         if everyone and all(there.parked_s is not None for there in everyone):
+            if len(everyone) > 1 and all(there.leaving for there in everyone):
+                self._controller.interrupt(everyone)
+                self._asked = True
+                return NoopDecision()
             self._controller.note_parked(everyone)
             self._asked = False
             return self._resize(len(everyone))
@@ -218,6 +224,16 @@ class ElasticController(TrainController):
             self._why_parked, "", ago_s=ago_s, workers=len(self._members), planned=True
         )
         self._why_parked = LEAVE
+
+    def interrupt(self, everyone: list[Whereabouts]) -> None:
+        """Ends the run: all its workers were told to end, and have saved the state they parked at.
+
+        One worker alone that is told so is replaced, as one of several is.
+        """
+        result = interrupted_result(Storage.at(self._plan.part.run_uri), "SIGTERM to all workers")
+        self._notes.put("finish", max(there.attempt for there in everyone), result)
+        for hand in self._members:
+            hand.actor.execute.remote(process.dismiss)
 
     def judge(self, error: TrainingFailedError) -> bool:
         """Whether to go on after a failure."""
