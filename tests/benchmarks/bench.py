@@ -25,6 +25,9 @@ without the latter page faults make one engine or another slower, by chance, in 
                   1 and 2 workers, over torch.save of the same state to the same disk (TMPDIR
                   chooses it), with PyTorch's async_save beside it; and step times while a
                   checkpoint is written
+    recovery      (only when asked for by --parts) seconds without a new step after a killed worker:
+                  samestep, torchrun's elastic restart and plain Ray Train; and of samestep when all
+                  workers die, and when a node dies, joins or is drained
 """
 
 from __future__ import annotations
@@ -43,11 +46,13 @@ import torch
 from launches import LaunchError, launch
 from models import MODELS
 from ratios import save_rows, step_rows
+from recovery import recovery_row
 from report import (
     print_checkpoints,
     print_counts,
     print_dataparallel,
     print_profile,
+    print_recovery,
     print_steps,
     print_telemetry,
 )
@@ -56,7 +61,7 @@ from whole_runs import telemetry_rows, telemetry_times
 
 BASES = ("plain, default flags", "plain, bucket view")
 DEFAULT_PARTS = ("steps", "profile", "counts", "dataparallel")
-PARTS = (*DEFAULT_PARTS, "telemetry", "checkpoints")
+PARTS = (*DEFAULT_PARTS, "telemetry", "checkpoints", "recovery")
 
 # By number of workers, numbers of shards: powers of two and others, aligned and not.
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
@@ -69,6 +74,8 @@ TELEMETRY_ROUNDS = 5
 TELEMETRY_STEPS = 150
 CHECKPOINT_WORKERS = (1, 2)
 CHECKPOINT_ROUNDS = 10
+RECOVERY_MODELS = ("chargpt",)
+RECOVERY_KILLS = 10
 
 QUICK = {"launches": 1, "rounds": 10}
 
@@ -92,6 +99,7 @@ class Bench:
             "counts": self._counts,
             "dataparallel": self._dataparallel,
             "telemetry": self._telemetry,
+            "recovery": self._recovery,
             "checkpoints": self._checkpoints,
         }
         for name in self._options.parts:
@@ -179,6 +187,20 @@ class Bench:
         )
         self.found["telemetry"] = telemetry_rows(times)
         print_telemetry(self._console, self.found["telemetry"], workers=self._options.workers)
+
+    def _recovery(self) -> None:
+        self.found["recovery"] = []
+        kills = 2 if self._options.quick else RECOVERY_KILLS
+        for name in self._options.models:
+            if name not in RECOVERY_MODELS:
+                continue
+            found = {"model": name, "kills": kills}
+            found |= recovery_row(name, kills, peer_kills=max(2, kills // 2), say=self._say)
+            self.found["recovery"].append(found)
+            print_recovery(self._console, found)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
 
     def _checkpoints(self) -> None:
         self.found["checkpoints"] = []

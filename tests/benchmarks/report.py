@@ -174,3 +174,31 @@ def _table(title: str, *columns: str) -> Table:
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     return table
+
+
+def print_recovery(console: Console, found: Mapping[str, Any]) -> None:
+    """How long training stood still, by whose it is and what happened."""
+    table = _table(
+        f"{found['model']}, 2 workers: seconds without a new step after a fault",
+        "",
+        "faults",
+        "median",
+        "least",
+        "most",
+    )
+    for name, times in found["held_up_s"].items():
+        known = [value for value in times if value is not None]
+        median, least, most = _of(known)
+        row = (f"{name}: worker killed", str(len(known)))
+        table.add_row(*row, f"{median:.2f}", f"{least:.2f}", f"{most:.2f}")
+    for what, (seconds, redone) in found["others_s"].items():
+        value = "-" if seconds is None else f"{seconds:.2f}"
+        table.add_row(f"samestep: {what} ({redone} steps redone)", "1", value, value, value)
+    console.print(table)
+    ours, torchrun = (
+        statistics.median(found["held_up_s"][name]) for name in ("samestep", "torchrun")
+    )
+    console.print(
+        f"{found['model']}: {found['redone']} steps redone over all kills; median {ours:.2f} s, "
+        f"{ours / torchrun:.2f} of torchrun's {torchrun:.2f} s"
+    )

@@ -254,10 +254,7 @@ class _Round:
             status = self._driver.returncode
             if status == ExitStatus.DONE:
                 return
-            stopped = any(
-                strike.fault in (Fault.KILL_DRIVER, Fault.STOP_DRIVER)
-                for strike, *_ in self._struck[num_struck:]
-            )
+            stopped = any(strike.fault in _ENDS_DRIVER for strike, *_ in self._struck[num_struck:])
             if not stopped:
                 raise InputError(
                     f"the driver ended with {status}:\n{self._output_end()}\n(all of it: "
@@ -296,6 +293,8 @@ class _Round:
                 return self._signal_worker(strike, signal.SIGSTOP)
             case Fault.KILL_ALL_WORKERS:
                 return _signal(self._workers(), signal.SIGKILL)
+            case Fault.TERMINATE_ALL_WORKERS:
+                return _signal(self._workers(), signal.SIGTERM)
             case Fault.KILL_RECORDER:
                 pids = [pid for node in self._all_nodes() for pid in node.pids(RECORDER_TITLE)]
                 return _signal(pids, signal.SIGKILL)
@@ -350,8 +349,10 @@ _NEEDS_WORKERS: Final = (
     Fault.KILL_WORKER,
     Fault.KILL_ALL_WORKERS,
     Fault.TERMINATE_WORKER,
+    Fault.TERMINATE_ALL_WORKERS,
     Fault.FREEZE_WORKER,
 )
+_ENDS_DRIVER: Final = (Fault.KILL_DRIVER, Fault.STOP_DRIVER, Fault.TERMINATE_ALL_WORKERS)
 
 
 def told(result: RoundResult) -> str:

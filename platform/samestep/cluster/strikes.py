@@ -25,6 +25,7 @@ class Fault(StrEnum):
     KILL_WORKER = "kill_worker"
     KILL_ALL_WORKERS = "kill_all_workers"
     TERMINATE_WORKER = "terminate_worker"
+    TERMINATE_ALL_WORKERS = "terminate_all_workers"
     FREEZE_WORKER = "freeze_worker"
     KILL_RECORDER = "kill_recorder"
     KILL_NODE = "kill_node"
@@ -38,6 +39,7 @@ MEANING: Final = {
     Fault.KILL_WORKER: "SIGKILL to one worker",
     Fault.KILL_ALL_WORKERS: "SIGKILL to all workers at once",
     Fault.TERMINATE_WORKER: "SIGTERM to one worker",
+    Fault.TERMINATE_ALL_WORKERS: "SIGTERM to all workers; the run is then started again",
     Fault.FREEZE_WORKER: "SIGSTOP to one worker, for good",
     Fault.KILL_RECORDER: "SIGKILL to the run's recorder",
     Fault.KILL_NODE: "SIGKILL to a node and all that runs on it",
