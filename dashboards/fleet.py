@@ -125,6 +125,12 @@ OVER_TIME: Final = Row(
             unit="s",
         ),
         series(
+            "Budget used",
+            "The limit of each run that is nearest to its end.",
+            {"{{run}}": by_run("samestep_budget_used_ratio")},
+            unit="percentunit",
+        ),
+        series(
             "Steps that wait for MLflow",
             MLFLOW_WAITS,
             {"{{run}}": by_run("samestep_tracking_waiting_steps")},

@@ -193,6 +193,12 @@ FAULTS: Final = Row(
     title="Faults and elasticity",
     panels=[
         series(
+            "Budget used",
+            "Share of each limit that the job sets; at 1 the run stops with a checkpoint.",
+            {"{{limit}}": f"samestep_budget_used_ratio{{{RUN}}}"},
+            unit="percentunit",
+        ),
+        series(
             "Workers",
             "Present, and the limits between which the run may be resized.",
             {

@@ -10,6 +10,7 @@
     │   ├── StorageError             storage can't be read or written from a node
     │   └── PlacementError           the cluster has no room for the workers asked for
     ├── RunInUseError            5   a live run holds the run directory
+    ├── BudgetError              4   the run has used up what it may use
     ├── UserCodeError            1   the workload raised; carries its traceback
     ├── PeerLostError            1   another worker went away (infrastructure: retried)
     ├── AttemptFailedError       1   why a worker left its group, told to whoever decides on retries
@@ -88,6 +89,12 @@ class RunInUseError(SamestepError):
     """Another live process holds the run's lease."""
 
     exit_status = ExitStatus.IN_USE
+
+
+class BudgetError(SamestepError):
+    """What the run may use is used up; says of what, and how to go on."""
+
+    exit_status = ExitStatus.BUDGET_EXHAUSTED
 
 
 class UserCodeError(SamestepError):

@@ -247,6 +247,16 @@ class Metrics:
         labels=("kind",),
         help="Incidents, by kind.",
     )
+    BUDGET_USED: Final = Metric(
+        name="samestep_budget_used_ratio",
+        type=MetricType.GAUGE,
+        labels=("limit",),
+        unit="ratio",
+        help=(
+            "Share of each limit of the run's budget that is used, over all attempts; only limits "
+            "that the job sets."
+        ),
+    )
     ATTEMPT_STARTED: Final = Metric(
         name="samestep_attempt_started_timestamp_seconds",
         type=MetricType.GAUGE,

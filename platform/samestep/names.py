@@ -97,6 +97,7 @@ class RunState(StrEnum):
     STOPPING = "stopping"
     DONE = "done"
     INTERRUPTED = "interrupted"
+    BUDGET_EXHAUSTED = "budget_exhausted"
     FAILED = "failed"
     FENCED = "fenced"
 

@@ -26,6 +26,7 @@ from pydantic import (
 
 from samestep import yaml12
 from samestep.errors import SpecError
+from samestep.spec_budget import Budget
 from samestep.spec_faults import Faults
 from samestep.spec_incidents import Incidents
 from samestep.spec_part import BITS, FREE, Part
@@ -239,6 +240,7 @@ class JobSpec(Part):
         json_schema_extra=FREE,
     )
     faults: Faults = Field(default_factory=Faults, json_schema_extra=FREE)
+    budget: Budget = Field(default_factory=Budget, json_schema_extra=FREE)
     incidents: Incidents = Field(default_factory=Incidents, json_schema_extra=BITS)
     numerics: Numerics = Field(default_factory=Numerics, json_schema_extra=BITS)
     tracking: Tracking = Field(default_factory=Tracking, json_schema_extra=FREE)

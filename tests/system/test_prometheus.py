@@ -146,6 +146,7 @@ def prometheus(storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def train(storage: Path, workers: int) -> subprocess.Popen[str]:
     settings = [f"args.{name}={value}" for name, value in FAULTS.items()]
     settings += [f"storage={storage}", f"args.marker={storage / 'marks'}", "epochs=1000"]
+    settings += ["budget.worker_hours=100"]
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "samestep", "train"),

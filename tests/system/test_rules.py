@@ -168,6 +168,25 @@ CASES = [
         at=120,
     ),
     Case(
+        alert="SamestepBudgetNearlyUsed",
+        about="95 % of the worker hours",
+        series={
+            **LIVES,
+            'samestep_budget_used_ratio{run="a",limit="worker_hours"}': flat(0.95, 30),
+        },
+        at=20,
+        description=(
+            "Run a has used 95% of its budget in worker_hours; at 100% it stops with a checkpoint."
+        ),
+        labels={"run": "a", "limit": "worker_hours"},
+    ),
+    Case(
+        alert="SamestepBudgetNearlyUsed",
+        about="half of it",
+        series={**LIVES, 'samestep_budget_used_ratio{run="a",limit="worker_hours"}': flat(0.5, 30)},
+        at=20,
+    ),
+    Case(
         alert="SamestepCheckpointTooOld",
         about="the last was three hours ago",
         series={**LIVES, timed("samestep_last_checkpoint_timestamp_seconds"): flat(0, 240)},

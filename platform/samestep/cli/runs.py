@@ -19,7 +19,13 @@ from samestep.errors import InputError
 from samestep.names import SPEC_FILE
 from samestep.replay.listing import RunLine, list_runs
 
-_STYLE = {"done": "green", "running": "cyan", "starting": "cyan", "interrupted": "yellow"}
+_STYLE = {
+    "done": "green",
+    "running": "cyan",
+    "starting": "cyan",
+    "interrupted": "yellow",
+    "budget_exhausted": "yellow",
+}
 
 
 @handles_errors

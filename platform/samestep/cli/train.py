@@ -90,7 +90,9 @@ def train(
 def _summary(outcome: Outcome, seconds: float) -> None:
     console = Console(highlight=False)
     outcome = replace(outcome, run=_relative(outcome.run))
-    style = {"done": "bold green", "interrupted": "bold yellow"}.get(outcome.status, "bold red")
+    is_stop = outcome.status in ("interrupted", "budget_exhausted")
+    good = "bold yellow" if is_stop else "bold green"
+    style = good if is_stop or outcome.status == "done" else "bold red"
     rows = [
         ("run", Text(outcome.name, style="bold")),
         ("status", Text(outcome.status, style=style)),
@@ -116,6 +118,8 @@ def _summary(outcome: Outcome, seconds: float) -> None:
     console.print()
     if outcome.status == "failed":
         tell_error(outcome.message)
+    if outcome.status == "budget_exhausted":
+        console.print(outcome.message, soft_wrap=True)
     if outcome.status == "interrupted":
         console.print("The same command again resumes, under other --workers or --mode too.")
     samestep = program("samestep")

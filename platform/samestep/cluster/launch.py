@@ -12,7 +12,8 @@ from typing import Any
 
 from samestep.checkpoint import shared_memory
 from samestep.checkpoint.storage import Storage
-from samestep.errors import ExitStatus, RunConflictError, SpecError, StorageError
+from samestep.cluster.budget import BudgetWatch
+from samestep.errors import BudgetError, ExitStatus, RunConflictError, SpecError, StorageError
 from samestep.names import SPEC_FILE, Env, RunState
 from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields
 from samestep.spec_training import below, source_uri
@@ -34,7 +35,7 @@ class Outcome:
     Attributes:
         run: URI of the run directory.
         name: of the run.
-        status: done, interrupted or failed.
+        status: done, interrupted, budget_exhausted or failed.
         exit_status: what a command ends with.
         step: steps taken.
         digest: SHA-256 over weights, optimizer state and position of the last checkpoint.
@@ -127,6 +128,9 @@ def train(
         for line in late:
             logger.info("run=%s %s", name, line)
         return finished
+    spent = BudgetWatch(run, spec.budget).exhausted()
+    if spent is not None:
+        raise BudgetError(f"run {name} does not go on: {spent}")
     order = Order(
         spec=spec,
         name=name,

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from samestep.checkpoint.storage import Storage
+from samestep.cluster.budget import BudgetWatch
 from samestep.cluster.monitor import Monitor
 from samestep.exact import numerics
 from samestep.spec import dump_spec
@@ -41,7 +42,8 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
     for line in late:
         target.call("say", line)
     device = torch.device("cuda", torch.cuda.current_device()) if spec.resources.gpu else None
-    monitor = Monitor(target, observer)
+    budget = BudgetWatch(Storage.at(order.run_uri), spec.budget)
+    monitor = Monitor(target, observer, budget)
     attempt = int(target.call("status")["attempt"]) + 1
     try:
         with (

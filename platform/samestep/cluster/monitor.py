@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from samestep.cluster.budget import BudgetWatch
 from samestep.errors import RecorderError
 from samestep.telemetry.link import Target
 
@@ -19,9 +20,17 @@ class Monitor:
     """Polls the recorder for an observer; a stop asked for by a signal is passed on with it.
 
     The signal handler only sets a flag: the recorder may be in the middle of something.
+
+    Args:
+        target: the recorder.
+        observer: shown its status.
+        budget: of the run; a stop is planned when it is used up.
     """
 
-    def __init__(self, target: Target, observer: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, target: Target, observer: Callable[[dict[str, Any]], None], budget: BudgetWatch
+    ) -> None:
+        self._budget = budget
         self._target = target
         self._observer = observer
         self._stop_reason: str | None = None
@@ -34,6 +43,8 @@ class Monitor:
 
     def poll(self) -> None:
         """Passes a stop on and shows the status; a recorder that is away is left alone."""
+        if self._stop_reason is None:
+            self._stop_reason = self._budget.exhausted()
         try:
             if self._stop_reason is not None:
                 # Again and again: an attempt that begins forgets what was asked before it.

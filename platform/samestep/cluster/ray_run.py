@@ -8,8 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from samestep.checkpoint.storage import Storage
 from samestep.cluster import dataparallel, ddp
 from samestep.cluster.actors import RayTarget, close_recorder, start_recorder
+from samestep.cluster.budget import BudgetWatch
 from samestep.cluster.debugger import Terminal
 from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.cluster.placement import settle_mode
@@ -41,7 +43,8 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
         try:
             for note in [*session.notes, *([why] if why else [])]:
                 target.call("say", note)
-            monitor = Monitor(target, observer)
+            budget = BudgetWatch(Storage.at(order.run_uri), spec.budget)
+            monitor = Monitor(target, observer, budget)
             with monitor.signals():
                 if mode is Mode.DDP:
                     failure = _fit(order, session, target, monitor)

@@ -60,6 +60,7 @@ STATUS: Final = {
     RunState.DONE: "FINISHED",
     RunState.FAILED: "FAILED",
     RunState.INTERRUPTED: "KILLED",
+    RunState.BUDGET_EXHAUSTED: "KILLED",
 }
 RUNNING: Final = "RUNNING"
 

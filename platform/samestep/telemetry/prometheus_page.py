@@ -82,6 +82,8 @@ class Page(Collector):
         goodput = totals.accounting.goodput(self.clock())
         if goodput is not None:
             values[Metrics.GOODPUT, ()] = goodput
+        for limit, use in totals.spending.uses(info.spec.budget, self.clock()).items():
+            values[Metrics.BUDGET_USED, (limit,)] = use.ratio
         workers = info.spec.workers
         # The last values may lie in a Pushgateway for long: a run that has ended wants nothing.
         values[Metrics.WORKERS_WANTED, ()] = 0.0 if totals.finished else float(workers.max)

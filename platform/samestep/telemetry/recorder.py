@@ -24,9 +24,9 @@ from samestep.checkpoint.writing import commit
 from samestep.errors import DivergenceError, RecorderError, StorageError
 from samestep.names import RESULT_FILE, Event, RunState
 from samestep.telemetry import identity
-from samestep.telemetry import lease as leases
 from samestep.telemetry.accounting import NOTICED_LATE, OPENED, TIMING
 from samestep.telemetry.board import Board
+from samestep.telemetry.budget import ended_by_budget
 from samestep.telemetry.incident_log import IncidentLog
 from samestep.telemetry.intake import Intake
 from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
@@ -36,8 +36,14 @@ from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.saves import Part, Saves
 from samestep.telemetry.sink import RunInfo, Sink
 from samestep.telemetry.slowness import Slowness
+from samestep.telemetry.tenure import Tenure
 
-_ENDS: Final = (RunState.DONE, RunState.INTERRUPTED, RunState.FAILED)
+_ENDS: Final = (
+    RunState.DONE,
+    RunState.INTERRUPTED,
+    RunState.BUDGET_EXHAUSTED,
+    RunState.FAILED,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +92,7 @@ class Recorder:
         self._opened_at = None if returning else clock()
         self._committed: tuple[int, int, str] | None = None
         spec = identity.parse_spec_text(spec_yaml, source="the job")
-        self._lease = leases.acquire(self._run) if lease else None
+        self._tenure = Tenure(self._run, take=lease)
         try:
             identity.keep_spec(self._run, spec_yaml)
             self._board = Board(run, clock=clock)
@@ -134,7 +140,7 @@ class Recorder:
         Raises:
             RecorderError: the ledger does not hold all steps before `start_step`.
         """
-        self._require_lease()
+        self._tenure.require()
         start_step = int(info["start_step"])
         past = read_past(self._run)
         if start_step > past.num_steps:
@@ -170,20 +176,20 @@ class Recorder:
     def end_attempt(self, attempt: int, reason: str) -> None:
         """Notes why an attempt ended; an attempt that is no longer current is left alone."""
         if attempt == self._intake.attempt:
-            self._require_lease()
+            self._tenure.require()
             self._end_attempt(reason)
 
     def request_stop(self, reason: str) -> None:
         """Asks the workers to stop at a step boundary; they learn of it with their next batch."""
         if self._stop is None and self._end is None:
-            self._require_lease()
+            self._tenure.require()
             self._stop = reason
             self._board.set(state=str(RunState.STOPPING), stop=reason)
             self._intake.log(Event.STOP_REQUESTED, self._board.num_steps, {"reason": reason})
 
     def status(self, since_message: int = 0) -> dict[str, Any]:
         """The present state as plain data; see `Board.status`. Never fails."""
-        if self._lease is not None and self._lease.lost:
+        if self._tenure.is_lost:
             self._board.set(state=str(RunState.FENCED))
         elif self._incidents.stalls.is_due(self._board.num_workers):
             with suppress(StorageError):
@@ -205,10 +211,11 @@ class Recorder:
 
         Args:
             attempt: the present attempt; 0 when it ended before this recorder began one.
-            result: `status` (done, interrupted or failed), `step`, `digest`, `evaluation`,
+            result: `status` (done, interrupted, failed), `step`, `digest`, `evaluation`,
                 `exit_status`, `message`: plain data; `timing` (see `timesheet`) of what came
                 after the last step is kept in the ledger alone.
         """
+        result = ended_by_budget(result, self._stop)
         status = str(result["status"])
         if status not in _ENDS:
             raise RecorderError(f"a run can't end as {status!r}; allowed: {', '.join(_ENDS)}")
@@ -298,8 +305,7 @@ class Recorder:
                 )
             self.status()  # takes the sinks' last notes
             self._outlets.close(CLOSE_S)
-        if self._lease is not None:
-            self._lease.release()
+        self._tenure.release()
 
     def push(
         self,
@@ -327,7 +333,7 @@ class Recorder:
             RecorderError: steps out of order; nothing of the batch was taken.
             StorageError: the batch may be in part in the ledger; send it again.
         """
-        if attempt != self._intake.attempt or self._end is not None or not self._holds_lease():
+        if attempt != self._intake.attempt or self._end is not None or not self._tenure.holds():
             return self._ack(sender, refused=True)
         last = self._intake.acknowledged(sender)
         if sequence == 0 or (last is not None and sequence <= last):
@@ -416,7 +422,7 @@ class Recorder:
         return self._incidents.take(incident, attempt=attempt)
 
     def _settle_stalls(self) -> None:
-        if self._holds_lease() and self._end is None:
+        if self._tenure.holds() and self._end is None:
             self._incidents.settle_stalls(
                 attempt=self._intake.attempt, num_workers=self._board.num_workers
             )
@@ -427,7 +433,7 @@ class Recorder:
         Args:
             incident: `Incident.to_json`, with its attempt.
         """
-        self._require_lease()
+        self._tenure.require()
         return self._incidents.take(incident, attempt=0)
 
     def give_up(self, kind: str, message: str) -> None:
@@ -467,22 +473,10 @@ class Recorder:
             "refused": refused,
         }
 
-    def _holds_lease(self) -> bool:
-        return self._lease is None or self._lease.held()
-
-    def _require_lease(self) -> None:
-        if self._lease is not None and self._lease.lost:
-            raise RecorderError(
-                f"the lease of {self._run.uri} is lost: another process goes on with this run; "
-                "nothing more is written from here"
-            )
-        if not self._holds_lease():
-            raise RecorderError(f"this recorder of {self._run.uri} is closed; make a new one")
-
     def _require_current(self, attempt: int) -> None:
         if self._end is not None:
             raise RecorderError(f"the run has ended ({self._end}); nothing more is written")
-        self._require_lease()
+        self._tenure.require()
         present = self._intake.attempt
         before_first = attempt == 0 and self._intake.returned
         if attempt != present and not before_first:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from samestep.metric_names import HISTOGRAMS, STEP_SECONDS_BUCKETS, Metric, Metrics
 from samestep.names import Activity, Event, IncidentKind, RestartCause, TimePart
 from samestep.telemetry.accounting import NOTICED_LATE, TIMING, Accounting
+from samestep.telemetry.budget import Spending
 from samestep.telemetry.records import EventRecord, StepRecord
 from samestep.telemetry.timesheet import seconds_of
 
@@ -45,6 +46,7 @@ class Totals:
         values: by metric and its labels (without the run).
         distributions: of the histograms.
         accounting: where the time went.
+        spending: what the budget went to.
         attempt: the last one that began; 0 before the first.
         mode: its mode.
         numerics: names the numerics it runs under.
@@ -56,6 +58,7 @@ class Totals:
         self.values: dict[tuple[Metric, Labels], float] = {}
         self.distributions = {metric: Distribution() for metric in HISTOGRAMS}
         self.accounting = Accounting()
+        self.spending = Spending()
         self.attempt = 0
         self.mode = self.numerics = ""
         self.num_steps = 0
@@ -80,6 +83,7 @@ class Totals:
     def add(self, record: StepRecord | EventRecord) -> None:
         """Takes in a line of the ledger."""
         self.accounting.add(record)
+        self.spending.add(record)
         self._show_time()
         if isinstance(record, EventRecord):
             self._add_event(record)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from samestep.checkpoint.storage import Storage
+from samestep.cluster.budget import BudgetWatch
 from samestep.cluster.monitor import Monitor
+from samestep.spec_budget import Budget
 
 
 class Recorder:
@@ -28,9 +32,13 @@ class Recorder:
         return {"messages": [m for m in self.messages if m["number"] > args[0]]}
 
 
-def test_a_signal_asks_for_a_stop_at_every_poll_and_names_itself() -> None:
+def unlimited(tmp_path: Path) -> BudgetWatch:
+    return BudgetWatch(Storage.at(str(tmp_path)), Budget())
+
+
+def test_a_signal_asks_for_a_stop_at_every_poll_and_names_itself(tmp_path: Path) -> None:
     recorder = Recorder()
-    monitor = Monitor(recorder, lambda status: None)
+    monitor = Monitor(recorder, lambda status: None, unlimited(tmp_path))
     with monitor.signals():
         os.kill(os.getpid(), signal.SIGTERM)
         monitor.poll()
@@ -38,9 +46,9 @@ def test_a_signal_asks_for_a_stop_at_every_poll_and_names_itself() -> None:
     assert recorder.stops == ["SIGTERM", "SIGTERM"]
 
 
-def test_a_second_ctrl_c_interrupts_at_once_and_the_handlers_are_put_back() -> None:
+def test_a_second_ctrl_c_interrupts_at_once_and_the_handlers_are_put_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
-    monitor = Monitor(Recorder(), lambda status: None)
+    monitor = Monitor(Recorder(), lambda status: None, unlimited(tmp_path))
 
     def interrupt_twice() -> None:
         with monitor.signals():
@@ -52,9 +60,11 @@ def test_a_second_ctrl_c_interrupts_at_once_and_the_handlers_are_put_back() -> N
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_each_message_is_shown_once_and_a_recorder_that_is_away_does_no_harm() -> None:
+def test_each_message_is_shown_once_and_a_recorder_that_is_away_does_no_harm(
+    tmp_path: Path,
+) -> None:
     recorder, seen = Recorder(), []
-    monitor = Monitor(recorder, lambda status: seen.append(status["messages"]))
+    monitor = Monitor(recorder, lambda status: seen.append(status["messages"]), unlimited(tmp_path))
     monitor.poll()
     recorder.away = True
     monitor.poll()
