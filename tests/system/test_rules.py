@@ -45,6 +45,7 @@ def timed(name: str) -> str:
     return f'{name}{{run="a"}}'
 
 
+BUDGET = 'samestep_budget_used_ratio{run="a",limit="worker_hours"}'
 LIVES = {timed("samestep_workers_min"): flat(1, 240)}
 ENDED = {timed("samestep_workers_min"): flat(0, 240), timed("samestep_workers"): flat(0, 240)}
 STALLED = {
@@ -183,7 +184,7 @@ CASES = [
     Case(
         alert="SamestepBudgetNearlyUsed",
         about="half of it",
-        series={**LIVES, 'samestep_budget_used_ratio{run="a",limit="worker_hours"}': flat(0.5, 30)},
+        series={**LIVES, BUDGET: flat(0.5, 30)},
         at=20,
     ),
     Case(

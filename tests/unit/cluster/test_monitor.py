@@ -64,7 +64,8 @@ def test_each_message_is_shown_once_and_a_recorder_that_is_away_does_no_harm(
     tmp_path: Path,
 ) -> None:
     recorder, seen = Recorder(), []
-    monitor = Monitor(recorder, lambda status: seen.append(status["messages"]), unlimited(tmp_path))
+    unbounded = unlimited(tmp_path)
+    monitor = Monitor(recorder, lambda status: seen.append(status["messages"]), unbounded)
     monitor.poll()
     recorder.away = True
     monitor.poll()
