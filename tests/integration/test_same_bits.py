@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep import JobSpec, train
+from samestep import JobSpec, load_weights, train
 from samestep.checkpoint.storage import Storage
 from samestep.replay.compare import Verdict, compare_runs
 
@@ -34,6 +34,10 @@ def test_every_number_of_workers_and_every_mode_gives_the_same_ledger_and_weight
         comparison = compare_runs(Storage.at(straight.run), Storage.at(outcome.run))
         assert comparison.verdict is Verdict.IDENTICAL, (name, comparison)
         assert comparison.num_compared == 12
+        assert outcome.checkpoint == f"{outcome.run}/checkpoints/step-00000012"
+        weights, ours = load_weights(outcome.checkpoint), load_weights(straight.run)
+        assert weights.keys() == ours.keys()
+        assert all(weights[key].equal(ours[key]) for key in ours)
 
 
 def test_a_run_resumed_in_another_mode_and_size_ends_with_the_weights_of_a_straight_one(

@@ -14,7 +14,14 @@ from samestep.checkpoint import shared_memory
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.budget import BudgetWatch
 from samestep.errors import BudgetError, ExitStatus, RunConflictError, SpecError, StorageError
-from samestep.names import SPEC_FILE, Env, RunState
+from samestep.names import (
+    CHECKPOINT_PREFIX,
+    CHECKPOINTS_DIR,
+    MANIFEST_FILE,
+    SPEC_FILE,
+    Env,
+    RunState,
+)
 from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields
 from samestep.spec_training import below, source_uri
 from samestep.telemetry import lease as leases
@@ -42,6 +49,8 @@ class Outcome:
         evaluation: metrics of the last evaluation, if there was one.
         message: why it failed, or was done early; empty otherwise.
         best: the best checkpoint: `step`, `metric` and `score`; None where there is none.
+        checkpoint: URI of the newest whole checkpoint, as `samestep.load_weights` takes it; None
+            where the run never saved.
     """
 
     run: str
@@ -53,6 +62,7 @@ class Outcome:
     evaluation: dict[str, float] | None
     message: str
     best: dict[str, Any] | None = None
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +244,18 @@ def _outcome(run: Storage, name: str, result: dict[str, Any]) -> Outcome:
         evaluation=result["evaluation"],
         message=str(result["message"]),
         best=result.get("best"),
+        checkpoint=_newest_checkpoint(run),
     )
+
+
+def _newest_checkpoint(run: Storage) -> str | None:
+    """Found by names: reading checkpoints loads torch, which a launcher has no use for."""
+    named = [name for name in run.list(CHECKPOINTS_DIR) if name.startswith(CHECKPOINT_PREFIX)]
+    for name in sorted(named, key=lambda name: (len(name), name), reverse=True):
+        folder = run.child(CHECKPOINTS_DIR).child(name)
+        if folder.exists(MANIFEST_FILE):
+            return folder.uri
+    return None
 
 
 def _refuse_other_job(run: Storage, spec: JobSpec, restart: bool) -> None:
