@@ -19,7 +19,7 @@ class Poisoned(Conv):
     """Convolutions, BatchNorm and dropout.
 
     Args:
-        poison: what the features of sample 5 are multiplied with.
+        poison: what the features and the target of sample 5 are multiplied with.
         bursts_at: the step whose optimizer makes a weight infinite.
     """
 
@@ -35,6 +35,7 @@ class Poisoned(Conv):
     def data(self) -> Dataset[Any]:
         rows = Rows(self.size, self.shape)
         rows.x[5] *= self.poison
+        rows.y[5] *= self.poison
         return rows
 
     def before_step(self, model: nn.Module, step: int) -> None:

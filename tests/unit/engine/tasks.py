@@ -136,7 +136,7 @@ def broken_attempts(
                 failed.append((error.details["is_final"], str(error)))
             if planned:
                 break
-            if lost[number] == world_rank:
+            if number < len(lost) and lost[number] == world_rank:
                 survivor.forget()
         status = target.call("status")
         return {
