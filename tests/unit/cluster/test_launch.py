@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from samestep import (
+    BudgetError,
     CheckpointError,
     ExitStatus,
     JobSpec,
@@ -23,7 +24,6 @@ from samestep import (
 )
 from samestep.checkpoint.reading import choose
 from samestep.checkpoint.storage import Storage
-from samestep.errors import BudgetError
 from samestep.replay.summary import summarize
 from samestep.telemetry.past import read_past
 
@@ -145,9 +145,7 @@ def test_a_budget_that_is_used_up_stops_the_run_and_a_higher_one_resumes_it(
     )
     assert stopped.message.startswith("budget.wall_hours is used up (")
     assert stopped.checkpoint is not None
-    with pytest.raises(
-        BudgetError, match=r"run line does not go on: budget\.wall_hours is used up"
-    ):
+    with pytest.raises(BudgetError, match=r"line does not go on: budget\.wall_hours is used"):
         train(make_spec(epochs=100_000, **tiny), search=[folder])
     steps = {"epochs": None, "max_steps": stopped.step + 2}
     done = train(make_spec(budget={"wall_hours": 1.0}, **steps), search=[folder])
