@@ -17,7 +17,8 @@
     ├── DivergenceError          1   a step or a state differs from what it must equal
     ├── CorruptionError          1   a machine computed wrongly, as an audit found
     ├── IncidentError            1   something odd in a step, where the job says to stop
-    └── RecorderError            1   the run's recorder can't be reached or refused us
+    ├── RecorderError            1   the run's recorder can't be reached or refused us
+    └── CannotReplayError       12   a step can't be taken again here; says what is missing
 
 Every message says what happened, the value, and what to do. Each exception takes plain data and
 so survives pickling between processes.
@@ -142,6 +143,12 @@ class IncidentError(SamestepError):
 
 class RecorderError(SamestepError):
     """The recorder is away for too long, or refuses an attempt that is no longer current."""
+
+
+class CannotReplayError(SamestepError):
+    """A step can't be taken again here; says what is missing, and how to get it."""
+
+    exit_status = ExitStatus.CANNOT_REPLAY
 
 
 class AttemptFailedError(SamestepError):
