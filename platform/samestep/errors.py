@@ -4,9 +4,11 @@
     ├── InputError               2   what the user gave can't be used as it is
     │   ├── SpecError                the job file or a --set
     │   ├── WorkloadError            the workload can't be loaded, or breaks its contract
+    │   │   └── BadBatchError        a batch is not what the workload says it is
     │   ├── NotExactError            it would train, but not with the promised bits
     │   ├── RunConflictError         the run belongs to another spec, data or numerics
     │   ├── CheckpointError          a checkpoint is damaged, or none is whole
+    │   ├── BundleError              a bundle is damaged, or is none
     │   ├── StorageError             storage can't be read or written from a node
     │   └── PlacementError           the cluster has no room for the workers asked for
     ├── RunInUseError            5   a live run holds the run directory
@@ -66,6 +68,10 @@ class WorkloadError(InputError):
     """A workload can't be loaded or does not keep its side of the interface."""
 
 
+class BadBatchError(WorkloadError):
+    """A batch is of another kind than the first, or not as the workload declares it."""
+
+
 class NotExactError(InputError):
     """The workload does something whose bits can't be kept; says what to use instead."""
 
@@ -76,6 +82,10 @@ class RunConflictError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint does not verify or does not fit the workload."""
+
+
+class BundleError(InputError):
+    """A bundle, or a file that it was packed into, is damaged, or was made by something else."""
 
 
 class StorageError(InputError):

@@ -13,6 +13,7 @@ import torch
 
 from samestep.errors import (
     AttemptFailedError,
+    BadBatchError,
     CheckpointError,
     CorruptionError,
     DivergenceError,
@@ -129,6 +130,8 @@ def _incident_kind(error: BaseException) -> IncidentKind:
         return IncidentKind.CORRUPTION
     if isinstance(error, DivergenceError):
         return IncidentKind.DIVERGENCE
+    if isinstance(error, BadBatchError):
+        return IncidentKind.BAD_BATCH
     if isinstance(error, CheckpointError):
         return IncidentKind.DAMAGED_CHECKPOINT
     # What the workload raised is the cause of the UserCodeError that tells it.
