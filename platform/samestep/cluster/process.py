@@ -32,6 +32,7 @@ class Whereabouts:
         leaving: it was told to end.
         failed_s: seconds since its training failed; None while it has not.
         again_s: seconds since the attempt's first step was through; None before.
+        telling: its training failed, and it still writes what is to be known of that.
     """
 
     attempt: int = 0
@@ -41,6 +42,7 @@ class Whereabouts:
     leaving: bool = False
     failed_s: float | None = None
     again_s: float | None = None
+    telling: bool = False
 
 
 class Process:
@@ -62,6 +64,7 @@ class Process:
         self._attempt = self._step = self._first_step = 0
         self._failed_at: float | None = None
         self._again_at: float | None = None
+        self._telling = False
 
     def end(self) -> None:
         """The training thread is through with its attempt."""
@@ -108,6 +111,10 @@ class Process:
         """Training failed just now."""
         self._failed_at = time.monotonic()
 
+    def note_telling(self) -> None:
+        """Its error comes a little later than the others'."""
+        self._telling = True
+
     def whereabouts(self) -> Whereabouts:
         """The present state."""
         now = time.monotonic()
@@ -119,6 +126,7 @@ class Process:
             leaving=self._leaving,
             failed_s=None if self._failed_at is None else now - self._failed_at,
             again_s=None if self._again_at is None else now - self._again_at,
+            telling=self._telling,
         )
 
     def _leave(self) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from samestep.checkpoint.state import State, check_encodable, collect, state_sha256
 from samestep.checkpoint.storage import Storage
-from samestep.engine import survivor
+from samestep.engine import evidence, survivor
 from samestep.engine.appraisal import require_metrics
 from samestep.engine.canary import compare_canary, compare_fingerprints, nominal_weight
 from samestep.engine.failure import Failure
@@ -169,6 +169,7 @@ def run_attempt(spec: JobSpec, place: Place) -> Ending:
         return Ending.AS_PLANNED if ended else Ending.PARKED
     if place.supervised:
         raise failure.to_error()
+    evidence.settle(evidence.BUNDLE_S)
     return Ending.FAILED
 
 
@@ -374,6 +375,7 @@ class _Attempt:
             attempt=self._attempt,
             world_rank=self._peers.world_rank,
             world_size=self._peers.world_size,
+            position=self._progress.position if self._loop is not None else None,
         )
 
     def tell(self, failure: Failure) -> None:
@@ -391,19 +393,23 @@ class _Attempt:
         diverged = failure.incident is IncidentKind.DIVERGENCE
         told = diverged and self._link is not None and self._link.divergence is not None
         if not (told or failure.is_told):
-            self._tell("record_incident", failure.to_incident().to_json())
+            incident = failure.to_incident()
+            told = self._tell("record_incident", incident.to_json())
+            if told and self._loop is not None:
+                self._loop.keep_evidence(replace(incident, id=str(told)))
         if not self._place.supervised:
             verdict = f"{failure.kind}:{failure.exit_status}"
             self._tell("fail", verdict, failure.message)
 
-    def _tell(self, method: str, *args: Any) -> None:
+    def _tell(self, method: str, *args: Any) -> Any:
         try:
-            self._place.target.call(method, self._attempt, *args)
+            return self._place.target.call(method, self._attempt, *args)
         except RecorderError as error:
             if not self._place.supervised:
                 raise
             # The supervisor tells the failure itself.
             logger.warning("attempt=%s %s was refused: %s", self._attempt, method, error)
+            return None
 
     def _build(self, device: torch.device) -> Built:
         spec, place = self._spec, self._place

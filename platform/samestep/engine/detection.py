@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,9 @@ from samestep.telemetry.link import Target
 
 STATE_KEY: Final = "incidents"
 """Among a state's extras."""
+
+Keep = Callable[[Incident, float, bool], None]
+"""Told an incident, the norm of the gradient, and whether the update is applied all the same."""
 
 
 class Detection:
@@ -74,12 +78,16 @@ class Detection:
         """What the state of the run must hold; plain values."""
         return {STATE_KEY: {"windows": self._detectors.state, "num_skips": self._num_skips}}
 
-    def leaves_out(self, step: int, reduced: Reduced, grad_norm: float, overflow: bool) -> bool:
+    def leaves_out(
+        self, step: int, reduced: Reduced, keep: Keep, grad_norm: float, overflow: bool
+    ) -> bool:
         """Judges a step before its update.
 
         Args:
             step: its number.
             reduced: what it came to.
+            keep: called with the first incident, where there is any and this worker tells them,
+                while everything is as before the step.
             grad_norm: of the unscaled gradient before clipping; NaN where there is none.
             overflow: it overflows under loss scaling, which is no incident.
 
@@ -95,8 +103,12 @@ class Detection:
         policies = [self._policies[finding.kind] for finding in found]
         skips = SKIP in policies and self._num_skips < self._settings.max_skips
         stops = STOP in policies or (SKIP in policies and not skips)
-        for finding, policy in zip(found, policies, strict=True):
+        told = [
             self._tell(finding, step, policy)
+            for finding, policy in zip(found, policies, strict=True)
+        ]
+        if told and told[0] is not None:
+            keep(told[0], grad_norm, not (skips or stops or overflow))
         if stops:
             raise IncidentError(self._why_stopped(found, policies, step), found[0].kind)
         self._detectors.take(loss=loss, grad_norm=norm, overflow=overflow)
@@ -128,9 +140,10 @@ class Detection:
         if policy not in (CONTINUE, SKIP):
             raise IncidentError(self._why_stopped([finding], [policy], step), finding.kind)
 
-    def _tell(self, finding: Finding, step: int, policy: Policy) -> None:
+    def _tell(self, finding: Finding, step: int, policy: Policy) -> Incident | None:
+        """The incident as it is recorded; None where another worker tells it."""
         if not self._tells:
-            return
+            return None
         incident = Incident(
             kind=finding.kind,
             step=step,
@@ -140,7 +153,8 @@ class Detection:
             message=finding.message,
             seen={**finding.seen, "policy": policy},
         )
-        self._target.call("record_incident", self._attempt, incident.to_json())
+        told = self._target.call("record_incident", self._attempt, incident.to_json())
+        return replace(incident, id=str(told))
 
     def _why_stopped(self, found: list[Finding], policies: list[Policy], step: int) -> str:
         told = "; ".join(finding.message for finding in found)

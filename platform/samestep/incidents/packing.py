@@ -26,6 +26,8 @@ from samestep.incidents.bundle_folder import PART_BYTES, read_bundle, verify_bun
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
 _MODE: Final = 0o100644 << 16
 _SYSTEM_UNIX: Final = 3
+_ODD: Final = (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, LookupError, ArithmeticError)
+"""What `zipfile` raises on archives that are damaged or odd."""
 
 
 def pack(folder: Storage, target: Path) -> Bundle:
@@ -95,21 +97,13 @@ class _Hashing:
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
-        self._position = 0
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        self._position += len(data)
         return len(data)
-
-    def tell(self) -> int:
-        return self._position
 
     def flush(self) -> None:
         """Nothing is held back."""
-
-    def seekable(self) -> bool:
-        return False
 
 
 def _write(file: BinaryIO | _Hashing, folder: Storage, bundle: Bundle) -> None:
@@ -157,7 +151,7 @@ def _opened(source: Path) -> Iterator[tuple[zipfile.ZipFile, int]]:
     try:
         with zipfile.ZipFile(source) as archive:
             yield archive, source.stat().st_size
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error) as error:
+    except (*_ODD, struct.error) as error:
         raise BundleError(f"{source} is no packed bundle: {error}") from error
 
 

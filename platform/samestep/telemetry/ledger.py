@@ -123,6 +123,21 @@ def read_ledger(
                 yield record
 
 
+def last_lines(run: Storage, *, from_step: int) -> list[dict[str, Any]]:
+    """The lines from a step on, in the order of writing; older segments are not read.
+
+    Raises:
+        StorageError: as `read_ledger`.
+    """
+    found: list[dict[str, Any]] = []
+    for name in reversed(segments(run)):
+        lines = [record for _, record in _segment_lines(run, name, lambda text: None)]
+        found = [line for line in lines if line["step"] >= from_step] + found
+        if any(line["type"] == STEP and line["step"] < from_step for line in lines):
+            break
+    return found
+
+
 def steps(run: Storage, from_step: int = 0) -> dict[int, StepRecord]:
     """The step records by step, each in its last version, in order of steps."""
     found = {
