@@ -350,4 +350,3 @@ class _Writing:
 
 def _first_line(text: str) -> str:
     return (text.splitlines() or [""])[0]
-

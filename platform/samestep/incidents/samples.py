@@ -205,7 +205,9 @@ def _stored(name: str, tensor: Tensor) -> tuple[Layout, Tensor]:
     layout = Layout.of(tensor, name=name)
     if not _is_compact(layout):
         layout = Layout.of(tensor.contiguous(), name=name)
-        strides = tuple(0 if s == 0 else new for s, new in zip(strides, layout.strides, strict=True))
+        strides = tuple(
+            0 if s == 0 else new for s, new in zip(strides, layout.strides, strict=True)
+        )
     # A copy: two that share memory would not be written.
     told = Layout(dtype=layout.dtype, shape=tuple(shape), strides=tuple(strides))
     return told, to_stored(tensor).clone()

@@ -169,4 +169,3 @@ class BundleCalls:
         """See `BundleDesk.lacking`."""
         self._require_lease()
         return self._bundles.lacking()
-

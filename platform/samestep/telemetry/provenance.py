@@ -36,7 +36,7 @@ def git_revision(folder: Path) -> dict[str, str]:
 
 
 def source_of(folder: Path | None) -> dict[str, str]:
-    """The commit that holds a folder, for people: `git_commit`, and whether it was `git_changed`."""
+    """The commit that holds a folder (`git_commit`), and whether it was changed (`git_changed`)."""
     found = git_revision(folder) if folder is not None else {}
     named = {Tag.GIT_COMMIT: "git_commit", Tag.GIT_CHANGED: "git_changed"}
     return {name: found[tag] for tag, name in named.items() if tag in found}
