@@ -27,10 +27,10 @@ def pack(
             help="The folder of a bundle, or a run (then name the incident).",
         ),
     ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
     incident_id: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="The incident, as `incidents list` has it.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")] = ...,  # type: ignore[assignment]
 ) -> None:
     """Make one file of an incident's bundle, to be sent and replayed elsewhere.
 

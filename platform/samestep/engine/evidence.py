@@ -88,6 +88,7 @@ class Evidence:
         *,
         source: StateSource,
         wants_samples: bool = True,
+        if_idle: bool = False,
         record: StepRecord | None = None,
         records: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -101,10 +102,12 @@ class Evidence:
                 called only if there shall be a bundle.
             source: where that state comes from.
             wants_samples: the samples of the steps from the state's to the incident's are read.
+            if_idle: no bundle while another is under way: where every step has an incident,
+                copies would fill the memory.
             record: what the step came to.
             records: records of the attempt that may not be in the ledger yet.
         """
-        if self._is_full or not incident.id:
+        if self._is_full or not incident.id or (if_idle and not settle(0)):
             return
         token = ""
         try:

@@ -190,6 +190,7 @@ class Loop:
             return False
         if done:
             self._evaluate()
+        settle(self._patience_s if done else LAST_SAVE_S)  # the recorder is there until the end
         self._end()
         self._progress.at(Phase.ENDING, step=self._step)
         self._finish(done)
@@ -279,7 +280,6 @@ class Loop:
         if self._link is None:
             return
         appraisal = self._appraisal
-        settle(self._patience_s)
         if appraisal.warning is not None:
             self._target.call("say", appraisal.warning)
         reason = "stop"
@@ -390,6 +390,7 @@ class Loop:
                 incident,
                 self._state,
                 source=StateSource.LIVE,
+                if_idle=True,
                 record=record,
                 records=self._recording.rest(),
             )
