@@ -25,7 +25,7 @@ from samestep.engine.feed import Fetcher
 from samestep.exact.order import ShardPlan
 from samestep.incidents.samples import StepSamples, file_name
 
-READ_S: Final = 60.0
+READ_S: Final = 30.0
 NICE: Final = 5
 ENDS_S: Final = 2.0
 _END_FILE: Final = "end.json"
@@ -68,6 +68,8 @@ class Rereading:
                 _alone(limit_s)
                 _read(fetcher, plans_of, self.steps, self._folder, max_bytes, redact, parent)
                 code = 0
+            except Exception as error:  # of the user's code, or no room: told by the bundle
+                _end(self._folder, f"reading them again raised {type(error).__name__}: {error}")
             finally:
                 os._exit(code)  # nothing of the parent's is finished or flushed here
 
@@ -92,10 +94,9 @@ class Rereading:
             The files of each step that was read, and what is not there for which reason.
         """
         self._process.join(self._limit_s)
-        why = "" if self._process.exitcode == 0 else self._why()
         end = self._folder / _END_FILE
-        if end.exists():
-            why = why or str(json.loads(end.read_text(encoding="utf-8"))["why"])
+        told = json.loads(end.read_text(encoding="utf-8")) if end.exists() else None
+        why = self._why() if told is None else str(told)
         found: dict[int, list[Path]] = {}
         for step in self.steps:
             # The JSON is written last: without it the rest is not whole.
@@ -173,7 +174,7 @@ def _read(
             taken.append((plan, fetched.batch if fetched is not None else None, error or ""))
         samples = StepSamples.of(taken)
         if samples.num_bytes > left_bytes:
-            why = f"the samples of step {step} and others would take more than is left of the limit"
+            why = f"those of step {step} would take more than incidents.bundle.max_bytes leaves"
             samples = samples.without_batches(why)
         files = samples.to_files(redact)
         size = sum(map(len, files.values()))
@@ -184,4 +185,10 @@ def _read(
         left_bytes -= size
         if left_bytes <= 0:
             break
-    (folder / _END_FILE).write_text(json.dumps({"why": why}), encoding="utf-8")
+    _end(folder, why)
+
+
+def _end(folder: Path, why: str) -> None:
+    """Written last: what is missing, and why."""
+    (folder / f".{_END_FILE}").write_text(json.dumps(why), encoding="utf-8")
+    (folder / f".{_END_FILE}").rename(folder / _END_FILE)

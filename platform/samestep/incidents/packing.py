@@ -15,17 +15,15 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from samestep import names
 from samestep.checkpoint.storage import Storage
 from samestep.errors import BundleError, InputError, StorageError
+from samestep.incidents.archive import MODE, SYSTEM_UNIX, Archive, Sink
 from samestep.incidents.bundle import MAX_FILES, MAX_MANIFEST_BYTES, Bundle, is_path
 from samestep.incidents.bundle_folder import PART_BYTES, read_bundle, verify_bundle
 
-_DATE: Final = (1980, 1, 1, 0, 0, 0)
-_MODE: Final = 0o100644 << 16
-_SYSTEM_UNIX: Final = 3
 _ODD: Final = (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, LookupError, ArithmeticError)
 """What `zipfile` raises on archives that are damaged or odd."""
 
@@ -98,45 +96,19 @@ class _Hashing:
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> None:
         self.digest.update(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
 
 
-def _write(file: BinaryIO | _Hashing, folder: Storage, bundle: Bundle) -> None:
-    """The archive: `bundle.json`, then the files in order of their names.
-
-    Written as to a pipe whatever the file is, so that the bytes are the same.
-    """
-    stream: Any = _Forward(file)
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for name in [names.BUNDLE_FILE, *sorted(bundle.files)]:
-            with archive.open(_member(name), "w", force_zip64=True) as member:
-                for data in _parts(folder, name):
-                    member.write(data)
-
-
-class _Forward:
-    """Lets through what a pipe can: so `zipfile` goes back to nothing that it wrote."""
-
-    def __init__(self, file: BinaryIO | _Hashing) -> None:
-        self._file = file
-
-    def write(self, data: Any) -> int:
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _member(name: str) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(name, date_time=_DATE)
-    info.compress_type = zipfile.ZIP_STORED
-    info.create_system, info.external_attr = _SYSTEM_UNIX, _MODE
-    return info
+def _write(sink: Sink, folder: Storage, bundle: Bundle) -> None:
+    """The archive: `bundle.json`, then the files in order of their names."""
+    archive = Archive(sink)
+    archive.add(
+        names.BUNDLE_FILE, folder.size_bytes(names.BUNDLE_FILE), _parts(folder, names.BUNDLE_FILE)
+    )
+    for name in sorted(bundle.files):
+        archive.add(name, bundle.files[name].num_bytes, _parts(folder, name))
+    archive.close()
 
 
 def _parts(folder: Storage, name: str) -> Iterator[bytes]:
@@ -185,7 +157,7 @@ def _require_plain(info: zipfile.ZipInfo, archive: str | None) -> None:
     name = info.filename
     if not (name == names.BUNDLE_FILE or is_path(name)) or name != info.orig_filename:
         raise BundleError(f"{archive} has the member {name[:200]!r}, which is no file of a bundle")
-    if info.external_attr != _MODE or info.create_system != _SYSTEM_UNIX:
+    if info.external_attr != MODE or info.create_system != SYSTEM_UNIX:
         raise BundleError(f"{archive}: {name} is not marked as a plain file")
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise BundleError(f"{archive}: {name} is compressed; a packed bundle never is")

@@ -124,18 +124,25 @@ def read_ledger(
 
 
 def last_lines(run: Storage, *, from_step: int) -> list[dict[str, Any]]:
-    """The lines from a step on, in the order of writing; older segments are not read.
+    """The lines from a step on, in the order of writing, as far as they can be read.
 
-    Raises:
-        StorageError: as `read_ledger`.
+    For looking at the end of a long ledger while it is written: it is read from its end, and a
+    line that is not whole is passed over.
     """
     found: list[dict[str, Any]] = []
     for name in reversed(segments(run)):
-        lines = [record for _, record in _segment_lines(run, name, lambda text: None)]
-        found = [line for line in lines if line["step"] >= from_step] + found
-        if any(line["type"] == STEP and line["step"] < from_step for line in lines):
-            break
-    return found
+        for text in reversed(run.read(name).splitlines()):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if line.get("type") not in KINDS or malformed(line):
+                continue
+            if line["step"] >= from_step:
+                found.append(line)
+            elif line["type"] == STEP:
+                return found[::-1]
+    return found[::-1]
 
 
 def steps(run: Storage, from_step: int = 0) -> dict[int, StepRecord]:

@@ -6,6 +6,7 @@ import getpass
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -42,6 +43,7 @@ def source_of(folder: Path | None) -> dict[str, str]:
     return {name: found[tag] for tag, name in named.items() if tag in found}
 
 
+@cache
 def packages() -> dict[str, str]:
     """Version of every installed distribution, by name."""
     found = {
