@@ -122,8 +122,8 @@ class Rereading:
 
 def _alone(limit_s: float) -> None:
     """Makes the forked process independent of the one it comes from."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
+    for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(kind, signal.SIG_DFL)
     signal.alarm(int(limit_s) + 1)
     with contextlib.suppress(OSError):
         os.nice(NICE)

@@ -204,20 +204,19 @@ def _names_in(folder: Storage) -> set[str]:
     found: set[str] = set()
     pending: list[Any] = [root]
     while pending:
-        for entry in os.scandir(pending.pop()):
-            mode = entry.stat(follow_symlinks=False).st_mode
-            if stat.S_ISDIR(mode):
-                pending.append(entry.path)
-            elif stat.S_ISREG(mode):
-                if is_temporary(entry.name):  # of a writer that was killed; never read
-                    continue
-                found.add(Path(entry.path).relative_to(root).as_posix())
-            else:
-                raise BundleError(
-                    f"{entry.path} is a link or a device: a bundle has files and folders only"
-                )
-            if len(found) + len(pending) > 2 * MAX_FILES:
-                raise BundleError(f"{root} holds more than {2 * MAX_FILES} files and folders")
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode):
+                    pending.append(entry.path)
+                elif not stat.S_ISREG(mode):
+                    raise BundleError(
+                        f"{entry.path} is a link or a device: a bundle has files and folders only"
+                    )
+                elif not is_temporary(entry.name):  # of a writer that was killed; never read
+                    found.add(Path(entry.path).relative_to(root).as_posix())
+        if len(found) + len(pending) > 2 * MAX_FILES:
+            raise BundleError(f"{root} holds more than {2 * MAX_FILES} files and folders")
     return found
 
 

@@ -32,7 +32,7 @@ from samestep.spec import JobSpec
 from samestep.telemetry.identity import parse_spec_text
 from samestep.telemetry.records import EVENT, KINDS, STEP, EventRecord, StepRecord, malformed
 
-MAX_SPEC_BYTES: Final = 4 << 20
+MAX_SPEC_BYTES: Final = 1 << 20
 
 
 class BundleSource:
@@ -76,10 +76,7 @@ class BundleSource:
             raise BundleError(f"{what} has {len(data)} bytes; at most {MAX_SPEC_BYTES} are read")
         with strict.refusing(what):
             text = data.decode("utf-8")
-            for event in yaml.parse(text, Loader=yaml.SafeLoader):
-                # An alias may stand for an alias of aliases, and so for more than any memory holds.
-                if isinstance(event, yaml.AliasEvent):
-                    raise BundleError(f"{what} has an alias; a job that was kept has none")
+            _refuse_odd_yaml(text, what)
             return parse_spec_text(text, source=what)
 
     @property
@@ -222,6 +219,18 @@ def unpacked(file: Path) -> Iterator[Storage]:
         target = Path(folder, "bundle")
         unpack(file, target)
         yield Storage.at(str(target))
+
+
+def _refuse_odd_yaml(text: str, what: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        # An alias may stand for an alias of aliases, and so for more than any memory holds.
+        if isinstance(event, yaml.AliasEvent):
+            raise BundleError(f"{what} has an alias; a job that was kept has none")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > strict.MAX_DEPTH:
+            raise BundleError(f"{what} is nested more than {strict.MAX_DEPTH} levels deep")
 
 
 _NONE: Final = type(None)

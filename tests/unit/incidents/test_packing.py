@@ -108,13 +108,12 @@ def member(name: str, **fields: Any) -> zipfile.ZipInfo:
         (member("code/.hidden"), "no file of a bundle"),
         (member("code\\..\\outside.py"), "no file of a bundle"),
         (member("state/"), "no file of a bundle"),
-        (member("code/x.py\x00.txt"), "no file of a bundle|altered"),
+        (member("code/x.py\x00.txt"), "no file of a bundle"),
         (member("step.json", external_attr=(stat.S_IFLNK | 0o777) << 16), "plain file"),
         (member("step.json", external_attr=(stat.S_IFCHR | 0o644) << 16), "plain file"),
         (member("step.json", create_system=0), "plain file"),
         (member("spec.yaml"), "twice"),
         (member("step.json", compress_type=zipfile.ZIP_DEFLATED), "compressed"),
-        (member("step.json", comment=b"x"), "altered|damaged|not listed"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
