@@ -18,6 +18,7 @@ from samestep.incidents.bundle import Bundle
 from samestep.incidents.bundle_folder import folder_of, has_bundle
 from samestep.incidents.record import Incident, list_incidents
 from samestep.names import BUNDLE_FILE, IncidentKind
+from samestep.telemetry.tenure import Tenure
 
 CLAIM_S: Final = 180.0
 """How long nobody else may write an incident's bundle after somebody said they would."""
@@ -70,9 +71,9 @@ class BundleDesk:
         if not self.keep:
             return {"token": None, "why": "full"}
         incident = self._known()[incident_id]
-        if self._has_one(incident):
+        if self._is_told_by(self._written, incident):
             return {"token": None, "why": "has one"}
-        if incident_id in self._busy():
+        if self._is_told_by(self._busy(), incident):
             return {"token": None, "why": "under way"}
         if self._is_full():
             return {"token": None, "why": "full"}
@@ -113,8 +114,7 @@ class BundleDesk:
             incident.to_json()
             for incident in known.values()
             if incident.kind in REPLAYABLE
-            and incident.id not in busy
-            and not self._has_one(incident)
+            and not self._is_told_by(self._written | busy, incident)
         ]
 
     def _known(self) -> dict[str, Incident]:
@@ -126,12 +126,12 @@ class BundleDesk:
             }
         return self._incidents
 
-    def _has_one(self, incident: Incident) -> bool:
+    def _is_told_by(self, bundles: set[str], incident: Incident) -> bool:
         """One bundle tells of all incidents of a kind at a step: what it holds is the run's."""
         known = self._known()
         return any(
             (known[name].kind, known[name].step) == (incident.kind, incident.step)
-            for name in self._written
+            for name in bundles
         )
 
     def _is_full(self) -> bool:
@@ -146,14 +146,11 @@ class BundleCalls:
     """The part of the recorder that workers call about bundles."""
 
     _bundles: BundleDesk
-
-    def _require_lease(self) -> None:
-        """Raises where the run is not this recorder's any more."""
-        raise RecorderError("a recorder says whether it holds the lease")
+    _tenure: Tenure
 
     def claim_bundle(self, incident_id: str) -> dict[str, Any]:
         """See `BundleDesk.claim`."""
-        self._require_lease()
+        self._tenure.require()
         return self._bundles.claim(incident_id)
 
     def drop_bundle(self, incident_id: str, token: str) -> None:
@@ -162,10 +159,10 @@ class BundleCalls:
 
     def commit_bundle(self, incident_id: str, token: str, bundle_json: str) -> bool:
         """See `BundleDesk.commit`; of any attempt, for an incident outlives its own."""
-        self._require_lease()
+        self._tenure.require()
         return self._bundles.commit(incident_id, token, bundle_json)
 
     def lacking_bundles(self) -> list[dict[str, Any]]:
         """See `BundleDesk.lacking`."""
-        self._require_lease()
+        self._tenure.require()
         return self._bundles.lacking()

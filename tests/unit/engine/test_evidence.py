@@ -118,7 +118,7 @@ def test_a_run_keeps_only_so_many(train: Train) -> None:
 
 @pytest.mark.parametrize("where", ["loss", "backward", "before_step"])
 def test_an_exception_leaves_the_state_before_the_step_in_a_bundle(
-    results: Results, tmp_path: Path, where: str
+    results: Results, train: Train, tmp_path: Path, where: str
 ) -> None:
     args = {"where": where, "at": 5, "marker": str(tmp_path / "marker")}
     spec = spec_of(
@@ -138,7 +138,8 @@ def test_an_exception_leaves_the_state_before_the_step_in_a_bundle(
     source = source_of(run, incident)
     start = source.start()
     assert start.rest.begun == (where != "before_step")
-    calm = load_checkpoint(run.storage, 5)[0]
+    calm_run = train({**spec, "args": {**args, "where": "nowhere"}}, "calm")
+    calm = load_checkpoint(calm_run.storage, 5)[0]
     assert start.state.step == 5
     assert start.state.tensors.keys() == calm.tensors.keys()
     differing = [
@@ -178,12 +179,13 @@ def test_a_batch_that_breaks_its_contract_is_an_incident_of_its_own_kind(train: 
 def test_of_a_crash_the_next_attempt_keeps_its_state_and_the_samples_up_to_it(
     train: Train,
 ) -> None:
-    spec = spec_of("Conv", max_steps=6, checkpoint={"every_steps": 3}, args={"noisy": True})
+    spec = spec_of("Conv", max_steps=6, checkpoint={"every_steps": 3}, args={"noisy": True, "lr": 0.001})
     first = train(spec, "run")
     crash = Incident(kind=IncidentKind.CRASH, step=8, attempt=1, message="killed", time=1.0)
     crash = write(first.storage, crash)
     run = train({**spec, "max_steps": 12}, "run", world_size=2)
     calm = train({**spec, "max_steps": 12}, "calm")
+    assert run.result, run.verdict
     assert run.digest == calm.digest
     source = BundleSource(folder_of(run.storage, crash.id), modules=["cases"])
     assert source.bundle.state_source == "checkpoint"

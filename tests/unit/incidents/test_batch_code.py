@@ -28,7 +28,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     made = (torch.arange(math.prod(shape)) % 251).reshape(shape).to(draw(st.sampled_from(kinds)))
     match draw(st.sampled_from(["dense", "turned", "every other", "expanded", "one of many"])):
         case "turned":
-            return made.permute(*reversed(range(made.ndim)))
+            return made.permute(list(reversed(range(made.ndim))))
         case "every other" if made.ndim:
             return made[..., ::2]
         case "expanded":

@@ -25,7 +25,7 @@ def test_bundles_are_listed_shown_and_packed(whole_bundle: Storage, tmp_path: Pa
     folder, run = whole_bundle.root, str(Path(whole_bundle.root).parents[1])
     incident_id = Path(folder).name
     row = CliRunner().invoke(app, ["incidents", "list", run]).stdout.splitlines()[1]
-    assert " 0.0 MB " in row
+    assert " 0.1 MB " in row
     show = ["incidents", "show", run, incident_id]
     shown = CliRunner().invoke(app, show).stdout
     assert f"bundle: {folder}" in shown
