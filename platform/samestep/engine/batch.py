@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.errors import BadBatchError
+from samestep.errors import BadBatchError, WorkloadError
 
 ALIGNMENT_BYTES = 64
 
@@ -122,15 +122,15 @@ def check_batch(
         where: names the step and shard in messages.
 
     Raises:
-        BadBatchError: another dtype, rank, declared dimension, or set of tensors; or dimensions
-            declared of what is not in the batch.
+        BadBatchError: another dtype, rank, declared dimension, or set of tensors.
+        WorkloadError: dimensions are declared of what is not in the batch.
     """
     found = signature(batch)
     unknown = [path for path in dimensions if path not in found]
     if unknown:
         near = difflib.get_close_matches(unknown[0], found, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise BadBatchError(
+        raise WorkloadError(
             f"the workload declares dimensions of {unknown[0]!r}, which the batch of {where} does "
             f"not have; {hint}It has: {', '.join(map(repr, found)) or 'no tensor'} ('' is a bare "
             "tensor)"
@@ -170,12 +170,13 @@ def check_ranges(
         where: names the step and shard in messages.
 
     Raises:
-        BadBatchError: a value outside, or NaN; or a range of what is not in the batch.
+        BadBatchError: a value outside, or NaN.
+        WorkloadError: a range is declared of what is not in the batch.
     """
     arrays = dict(_arrays_of(batch)) if ranges else {}
     for path, (low, high) in ranges.items():
         if path not in arrays:
-            raise BadBatchError(
+            raise WorkloadError(
                 f"the workload declares a range of {path!r}, which the batch of {where} does not "
                 f"have. It has: {', '.join(map(repr, arrays)) or 'no tensor'}"
             )
