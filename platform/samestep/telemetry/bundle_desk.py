@@ -113,8 +113,7 @@ class BundleDesk:
         return [
             incident.to_json()
             for incident in known.values()
-            if incident.kind in REPLAYABLE
-            and not self._is_told_by(self._written | busy, incident)
+            if incident.kind in REPLAYABLE and not self._is_told_by(self._written | busy, incident)
         ]
 
     def _known(self) -> dict[str, Incident]:

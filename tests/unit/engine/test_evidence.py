@@ -179,7 +179,9 @@ def test_a_batch_that_breaks_its_contract_is_an_incident_of_its_own_kind(train: 
 def test_of_a_crash_the_next_attempt_keeps_its_state_and_the_samples_up_to_it(
     train: Train,
 ) -> None:
-    spec = spec_of("Conv", max_steps=6, checkpoint={"every_steps": 3}, args={"noisy": True, "lr": 0.001})
+    spec = spec_of(
+        "Conv", max_steps=6, checkpoint={"every_steps": 3}, args={"noisy": True, "lr": 0.001}
+    )
     first = train(spec, "run")
     crash = Incident(kind=IncidentKind.CRASH, step=8, attempt=1, message="killed", time=1.0)
     crash = write(first.storage, crash)
