@@ -32,7 +32,7 @@ class Whereabouts:
         leaving: it was told to end.
         failed_s: seconds since its training failed; None while it has not.
         again_s: seconds since the attempt's first step was through; None before.
-        telling: its training failed, and it still writes what is to be known of that.
+        telling: its training failed by itself, and its error comes once that is written down.
     """
 
     attempt: int = 0
@@ -112,7 +112,7 @@ class Process:
         self._failed_at = time.monotonic()
 
     def note_telling(self) -> None:
-        """Its error comes a little later than the others'."""
+        """Training failed in this worker: its error comes later than those of the others."""
         self._telling = True
 
     def whereabouts(self) -> Whereabouts:

@@ -67,7 +67,7 @@ PAUSE_S: Final = 0.05
 ECHO_S: Final = 1.0
 """How long survivors' errors wait for the error of the worker that was lost."""
 TELLING_S: Final = 65.0
-"""The same, while that worker says that it still writes what is to be known of it."""
+"""The same, while that worker says that it still writes down what happened."""
 STARTING_S: Final = 15.0
 """How long the end of a run waits for processes that are starting."""
 LEAVE: Final = "leave"

@@ -98,6 +98,7 @@ class Place:
         wants: what this worker asks for in each step's small talk (`Flag`).
         is_debugged: a debugger is open, so that standing still is fine.
         on_step: told of each step before it is taken, and of the attempt.
+        on_failure: told at once of a failure of this worker's own, before others can learn why.
         on_finished: called once in worker 0 with the final model, a call that uses it once, and
             the file of the workload; must not raise.
     """
@@ -114,6 +115,7 @@ class Place:
     wants: Callable[[], int] = _nothing
     is_debugged: Callable[[], bool] = _never
     on_step: Callable[[int, int], None] = _unheard
+    on_failure: Callable[[], object] = _nothing
     on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None = None
 
 
@@ -153,6 +155,8 @@ def run_attempt(spec: JobSpec, place: Place) -> Ending:
                 return Ending.FAILED
             raise
         failure = runner.failed(error)
+        if not failure.is_echo:
+            place.on_failure()
     except BaseException:
         runner.close()
         raise
