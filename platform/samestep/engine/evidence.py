@@ -32,6 +32,7 @@ from samestep.errors import BundleError
 from samestep.incidents.bundle import StateSource
 from samestep.incidents.record import Incident
 from samestep.incidents.redaction import Redaction
+from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Target
 from samestep.telemetry.records import StepRecord
@@ -80,6 +81,7 @@ class Evidence:
         file = getattr(sys.modules.get(type(built.workload).__module__), "__file__", None)
         self._module = Path(file).absolute() if file else None
         self._is_full = spec.incidents.bundle.keep == 0
+        self._found_at: dict[IncidentKind, int] = {}
 
     def keep(
         self,
@@ -102,12 +104,14 @@ class Evidence:
                 called only if there shall be a bundle.
             source: where that state comes from.
             wants_samples: the samples of the steps from the state's to the incident's are read.
-            if_idle: no bundle while another is under way: where every step has an incident,
-                copies would fill the memory.
+            if_idle: no bundle while another is under way, nor for what is found in one step after
+                another: copies would fill memory and disk.
             record: what the step came to.
             records: records of the attempt that may not be in the ledger yet.
         """
-        if self._is_full or not incident.id or (if_idle and not settle(0)):
+        if if_idle and not self._is_worth_it(incident):
+            return
+        if self._is_full or not incident.id:
             return
         token = ""
         try:
@@ -163,6 +167,11 @@ class Evidence:
         if ahead:
             last = max(ahead, key=lambda incident: (incident.attempt, incident.time))
             self.keep(last, state_of, source=source)
+
+    def _is_worth_it(self, incident: Incident) -> bool:
+        before = self._found_at.get(incident.kind)
+        self._found_at[incident.kind] = incident.step
+        return before != incident.step - 1 and settle(0)
 
     def _copied(self, state: State) -> tuple[Copied, int]:
         """A copy of the state, and what is left of the limit for samples."""
