@@ -150,6 +150,8 @@ class Totals:
             case Event.INCIDENT:
                 self._last_incident = str(fields.get("kind", ""))
                 self._count(Metrics.INCIDENTS, 1, self._last_incident)
+            case Event.ROLLED_BACK:
+                self.num_steps = min(self.num_steps, record.step)
             case Event.FINISHED:
                 self.finished = True
                 timing = fields.get(TIMING)
