@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator
 
@@ -10,6 +10,9 @@ from samestep.spec_part import BITS, FREE, Part
 
 Policy = Literal["stop", "skip", "rollback", "continue"]
 """What becomes of a run at an incident; docs/incidents.md defines each."""
+
+StepRange = Annotated[tuple[int, int], Field(strict=False)]
+"""First step, and one past the last; YAML has lists only."""
 
 STOP: Final[Policy] = "stop"
 SKIP: Final[Policy] = "skip"
@@ -113,7 +116,7 @@ class Incidents(Part):
         ),
         json_schema_extra=BITS,
     )
-    leave_out: tuple[tuple[int, int], ...] = Field(
+    leave_out: tuple[StepRange, ...] = Field(
         (),
         strict=False,
         description=(

@@ -187,7 +187,6 @@ class Board:
             case _:
                 pass
 
-
     def _show_rollback(self, event: EventRecord) -> None:
         rollback = Rollback.from_json({**event.fields, "attempt": event.attempt})
         values = self._values
