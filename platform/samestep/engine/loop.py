@@ -163,7 +163,7 @@ class Loop:
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
             raise
         if back is not None:
-            self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
+            self._keeping.close(wait_s=LAST_SAVE_S, keep_images=True)
             self._go_back(back)
             return Ending.ROLLED_BACK
         self._keeping.close(wait_s=0 if ended else LAST_SAVE_S, keep_images=not ended)

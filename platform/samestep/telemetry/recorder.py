@@ -427,6 +427,7 @@ class Recorder:
         if self._divergence is not None:
             raise DivergenceError(self._divergence)
         self._rollbacks.enter(Rollback.from_json(rollback))
+        self._board.load(read_past(self._run))
         self._end_attempt(str(Event.ROLLED_BACK))
 
     def _settle_stalls(self) -> None:

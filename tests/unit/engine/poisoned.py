@@ -37,6 +37,7 @@ class Poisoned(Conv):
     Args:
         poison: what the features and the target of sample 5 are multiplied with.
         bursts_at: the step whose optimizer makes a weight infinite.
+        idle: that weight has no effect on anything.
         drifts: `before_step` changes a weight.
         unreadable: reading sample 5 raises.
         breaks: (step, time): this worker's `before_step` raises when it comes there so often.
@@ -49,6 +50,7 @@ class Poisoned(Conv):
         *,
         poison: float | None = None,
         bursts_at: int | None = None,
+        idle: bool = False,
         drifts: bool = False,
         unreadable: bool = False,
         breaks: Sequence[Sequence[int]] = (),
@@ -57,6 +59,7 @@ class Poisoned(Conv):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.idle = idle
         self.drifts, self.unreadable = drifts, unreadable
         self.breaks = [tuple(each) for each in breaks]
         self.seen, self.breaking_rank = Path(seen), breaking_rank
@@ -64,6 +67,12 @@ class Poisoned(Conv):
         self.bursts_at = bursts_at
         self.now = 0
         self.told: list[bool] = []
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        if self.idle:
+            model.idle = nn.Parameter(torch.zeros(2))
+        return model
 
     def data(self) -> Dataset[Any]:
         rows = Rows(self.size, self.shape)
@@ -99,7 +108,8 @@ class Poisoned(Conv):
     def burst(self, model: nn.Module) -> None:
         if self.now == self.bursts_at:
             with torch.no_grad():
-                model[3].bias[1] = math.inf  # type: ignore[index]
+                weight = model.idle if self.idle else model[3].bias  # type: ignore[index]
+                weight[1] = math.inf
 
     def on_step(self, step: int, values: Values) -> None:
         self.told.append(values.skipped)
