@@ -181,12 +181,12 @@ def _attempted(
 
 
 def forked(
-    run: str, where: str, world_rank: int, world_size: int, **arguments: Any
+    run: str, called: str, where: str, world_rank: int, world_size: int, **arguments: Any
 ) -> dict[str, Any]:
     """A fork of a run; see `fork_run`."""
     from samestep.replay.fork import fork_run
 
-    made = fork_run(Storage.at(run), search=[FOLDER], **arguments)
+    made = fork_run(Storage.at(run), name=called, search=[FOLDER], **arguments)
     return {"run": made.run.uri, "digest": made.digest, "num_taken": made.num_taken}
 
 

@@ -37,7 +37,7 @@ def test_a_fork_without_changes_comes_to_the_same(
     train: Train, results: Results, tmp_path: Path, at: int
 ) -> None:
     parent = train(spec(), "parent", **PLACES[at % 4])
-    [made] = results("forked", run=str(parent.folder), step=at, name="fork")
+    [made] = results("forked", run=str(parent.folder), step=at, called="fork")
     assert made["num_taken"] == (2 if at == 6 else 0)
     fork = train(data_of(tmp_path / "fork"), "fork", **PLACES[(at + 1) % 4])
     assert fork.digest == parent.digest
@@ -54,7 +54,7 @@ def test_a_fork_leaves_batches_out_as_if_told_from_the_start(
     train: Train, results: Results, tmp_path: Path
 ) -> None:
     parent = train(spec(), "parent")
-    results("forked", run=str(parent.folder), step=5, name="fork", skip=[(6, 8)])
+    results("forked", run=str(parent.folder), step=5, called="fork", skip=[(6, 8)])
     assert summarize_status(tmp_path / "fork") == "forked"
     fork = train(data_of(tmp_path / "fork"), "fork", world_size=2)
     told = train(spec(incidents={"leave_out": [[6, 8]]}), "told", world_size=3)
@@ -79,11 +79,11 @@ def test_a_fork_of_a_run_that_went_back_leaves_the_same_batches_out(
         checkpoint={"every_steps": 3, "keep": 9},
     )
     parent = train(went_back, "parent", world_size=2)
-    results("forked", run=str(parent.folder), step=7, name="fork")
+    results("forked", run=str(parent.folder), step=7, called="fork")
     fork = train(data_of(tmp_path / "fork"), "fork")
     assert fork.digest == parent.digest
     # And a fork of the fork, from a step before all that.
-    results("forked", run=str(fork.folder), step=1, name="again")
+    results("forked", run=str(fork.folder), step=1, called="again")
     assert train(data_of(tmp_path / "again"), "again").digest == parent.digest
     assert len(events(fork.storage)) > 0
 
@@ -100,11 +100,11 @@ def test_what_does_not_fit_is_told_and_leaves_nothing_behind(
         "has taken 10 steps": {"step": 11},
         "must be A:B with 5 <= A < B": {"skip": [(4, 6)]},
         "told by --skip-steps": {"overrides": {"incidents.leave_out": [[6, 7]]}},
-        "exists already": {"name": "parent"},
-        "the run name": {"name": "../x"},
+        "exists already": {"called": "parent"},
+        "the run name": {"called": "../x"},
     }
     for text, arguments in refused.items():
-        given = {"step": 5, "name": "fork", **arguments}
+        given = {"step": 5, "called": "fork", **arguments}
         [(_, message)] = failures("forked", run=str(parent.folder), **given)
         assert text in message
         assert not (tmp_path / "fork").exists()
@@ -114,7 +114,7 @@ def test_a_changed_job_takes_effect_behind_the_fork(
     train: Train, results: Results, tmp_path: Path
 ) -> None:
     parent = train(spec(), "parent")
-    results("forked", run=str(parent.folder), step=5, name="fork", overrides={"clip_norm": 1e-3})
+    results("forked", run=str(parent.folder), step=5, called="fork", overrides={"clip_norm": 1e-3})
     fork = train(data_of(tmp_path / "fork"), "fork")
     before, after = steps(parent.storage), steps(fork.storage)
     assert [before[step].loss == after[step].loss for step in (4, 5, 6)] == [True, True, False]
