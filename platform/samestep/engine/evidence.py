@@ -7,11 +7,9 @@ Training waits for a copy of the state and for a fork; the rest is done behind i
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from samestep.checkpoint.state import State
@@ -26,6 +24,7 @@ from samestep.engine.bundling import (
     state_bytes,
 )
 from samestep.engine.feed import Fetcher
+from samestep.engine.final_model import module_file
 from samestep.engine.rereading import Rereading
 from samestep.engine.setup import Built
 from samestep.errors import BundleError
@@ -78,8 +77,7 @@ class Evidence:
         self._run = run
         self._target = target
         self._fingerprint = fingerprint
-        file = getattr(sys.modules.get(type(built.workload).__module__), "__file__", None)
-        self._module = Path(file).absolute() if file else None
+        self._module = module_file(built.workload)
         self._is_full = spec.incidents.bundle.keep == 0
         self._found_at: dict[IncidentKind, int] = {}
 
@@ -167,6 +165,10 @@ class Evidence:
         if ahead:
             last = max(ahead, key=lambda incident: (incident.attempt, incident.time))
             self.keep(last, state_of, source=source)
+
+    def finish(self) -> None:
+        """Waits for what is under way in this process, before it is too late; bounded."""
+        settle(min(BUNDLE_S, self._spec.faults.hang_timeout_s / 2))
 
     def _is_worth_it(self, incident: Incident) -> bool:
         before = self._found_at.get(incident.kind)

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from samestep.checkpoint.state import State
 from samestep.checkpoint.storage import Storage
 from samestep.engine.appraisal import Appraisal
-from samestep.engine.detection import Detection
-from samestep.engine.ema import averages_in
-from samestep.engine.evidence import BUNDLE_S, Evidence, settle
+from samestep.engine.detection import Detection, RolledBack
+from samestep.engine.ending import Ending
+from samestep.engine.evidence import Evidence
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
+from samestep.engine.final_model import Taker, hand_out
 from samestep.engine.flag import Flag
 from samestep.engine.hooks import Hooks
 from samestep.engine.keeping import SAVE_FLAG, Keeping
+from samestep.engine.passing import pass_over
 from samestep.engine.peers import Peers
 from samestep.engine.recording import Recording, record_before_update, step_record, values_of
 from samestep.engine.resume import Saved
@@ -39,6 +38,7 @@ from samestep.exact.order import ShardPlan
 from samestep.faults.progress import Phase, Progress
 from samestep.incidents.bundle import StateSource
 from samestep.incidents.record import Incident
+from samestep.incidents.rollback import Rollback
 from samestep.names import Activity, Event
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Link, Target
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 LAST_SAVE_S = 10.0
 """How long a save under way is waited for when training ends with an error."""
+FLUSH_S = 60.0
 
 
 class Loop:
@@ -75,7 +76,7 @@ class Loop:
         on_step: Callable[[int], None],
         progress: Progress,
         wants: Callable[[], int],
-        on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None,
+        on_finished: Taker | None,
     ) -> None:
         self._on_finished = on_finished
         self._spec = spec
@@ -120,7 +121,13 @@ class Loop:
         )
         self._flag = 0
         self._detection = Detection(
-            spec, state=start.detection, target=target, attempt=attempt, tells=link is not None
+            spec,
+            state=start.detection,
+            left_out=start.left_out,
+            num_rollbacks=start.num_rollbacks,
+            target=target,
+            attempt=attempt,
+            tells=link is not None,
         )
         self._keeping = Keeping(
             spec=spec,
@@ -147,22 +154,24 @@ class Loop:
         model = built.parts.model
         self._touched = [*model.parameters(), *model.buffers()] if has_own else []
 
-    def train(self) -> bool:
+    def train(self) -> Ending:
         """Takes steps; ends with a checkpoint and the run's result at the recorder.
 
-        Returns:
-            False when the workers parked instead: the run goes on in another group.
+        Or else the workers park, or the run goes back: it then goes on in another attempt.
         """
+        back: Rollback | None = None
         try:
             with self._reporter:
                 ended = self._train()
+        except RolledBack as found:
+            back = found.rollback
         except PeerLostError:
             # Its part will not come. What lies in shared memory is for the next attempt.
             self._keeping.close(wait_s=0, keep_images=True)
             raise
         except IncidentError:
             # All have decided alike. Who ends first would end the others: worker 0 may write.
-            settle(self._patience_s)
+            self._evidence.finish()
             with suppress(PeerLostError):
                 self._peers.gather("stopped")()
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
@@ -170,8 +179,12 @@ class Loop:
         except BaseException:
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
             raise
+        if back is not None:
+            self._keeping.close(wait_s=LAST_SAVE_S, keep_images=True)
+            self._go_back(back)
+            return Ending.ROLLED_BACK
         self._keeping.close(wait_s=0 if ended else LAST_SAVE_S, keep_images=not ended)
-        return ended
+        return Ending.AS_PLANNED if ended else Ending.PARKED
 
     def _train(self) -> bool:
         with self._timesheet.on(Activity.CHECKPOINT):
@@ -190,13 +203,22 @@ class Loop:
             return False
         if done:
             self._evaluate()
-        settle(self._patience_s if done else LAST_SAVE_S)  # the recorder is there until the end
+        self._evidence.finish()  # while the recorder is there
         self._end()
         self._progress.at(Phase.ENDING, step=self._step)
         self._finish(done)
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
         self._peers.gather("end")()
         return True
+
+    def _go_back(self, rollback: Rollback) -> None:
+        """The decision, which every worker has taken, is entered before any of them goes on."""
+        self._whole = False  # what this worker has is past the steps that stay
+        if self._link is not None:
+            self._link.flush(FLUSH_S)
+            self._recording.require_current()
+            self._target.call("roll_back", self._attempt, rollback.to_json())
+        self._peers.gather("rolled back")()
 
     def held(self, run_uri: str) -> Held | None:
         """What this worker has of the run when the attempt breaks off; None: nothing whole."""
@@ -240,10 +262,6 @@ class Loop:
             source = StateSource.START if kind is None else StateSource(str(kind))
             self._evidence.catch_up(self._step, self._state, source)
 
-    @property
-    def _patience_s(self) -> float:
-        return min(BUNDLE_S, self._spec.faults.hang_timeout_s / 2)
-
     def _settle(self) -> None:
         """Does what is due after the last update; goes on where an attempt before broke off."""
         if self._stage < Stage.TOLD:
@@ -286,12 +304,7 @@ class Loop:
         if done:
             reason = "early_stop" if self._step < self._built.end_step else "end"
         if done and self._on_finished is not None:
-            file = getattr(sys.modules.get(type(self._built.workload).__module__), "__file__", None)
-            # The model that is kept is the one that is evaluated: the averages, where there are.
-            with averages_in(self._built.parts.model, self._built.parts.ema):
-                self._on_finished(
-                    self._built.parts.model, self._use_model, Path(file) if file else None
-                )
+            hand_out(self._built, self._on_finished, step=self._step, device=self._device)
         self._target.call(
             "finish",
             self._attempt,
@@ -308,17 +321,6 @@ class Loop:
             },
         )
 
-    def _use_model(self) -> None:
-        """Calls the model once, as an evaluation does; nothing where there is none."""
-        if self._built.evaluation is not None:
-            self._built.evaluation.run(
-                self._built.parts.model,
-                Peers(None),
-                step=self._step,
-                device=self._device,
-                max_batches=1,
-            )
-
     @during(Activity.TRAINING)
     def _take_step(self) -> Flag:
         spec, built, step = self._spec, self._built, self._step
@@ -329,15 +331,8 @@ class Loop:
         if not self._begun:
             self._before_step()
         plans = built.order.shards_of(step)
-        self._computing = True
-        reduced = self._engine.compute(
-            step,
-            plans,
-            self._take,
-            self._wanted(),
-            self._recording.delivered,
-            take_apart=self._feed.take_apart,
-        )
+        passes_over = self._detection.passes_over(step)
+        reduced = self._pass_over() if passes_over else self._compute(step, plans)
         self._progress.at(Phase.UPDATE, step=step)
         self._keeping.after_exchange()
         self._computing = self._whole = False  # only an update that is through gives a whole state
@@ -352,7 +347,7 @@ class Loop:
                 self._detection.leaves_out, step, reduced, partial(self._keep, plans, reduced)
             ),
         )
-        if updated.skipped:
+        if updated.skipped and not passes_over:
             self._engine.main.keeper.undo_step()
         self._engine.sync_replicas()
         self._step, self._stage, self._begun = step + 1, Stage.UPDATED, False
@@ -394,6 +389,25 @@ class Loop:
                 record=record,
                 records=self._recording.rest(),
             )
+
+    def _compute(self, step: int, plans: list[ShardPlan]) -> Reduced:
+        self._computing = True
+        return self._engine.compute(
+            step,
+            plans,
+            self._take,
+            self._wanted(),
+            self._recording.delivered,
+            take_apart=self._feed.take_apart,
+        )
+
+    def _pass_over(self) -> Reduced:
+        return pass_over(
+            self._peers,
+            shards=self._spec.shards,
+            flag=self._wanted(),
+            delivered=self._recording.delivered,
+        )
 
     def _before_step(self) -> None:
         self._progress.at(Phase.BEFORE_STEP, step=self._step)

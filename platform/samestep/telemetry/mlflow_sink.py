@@ -389,6 +389,15 @@ def _add_event(delivery: _Delivery, record: EventRecord) -> None:
             tracked = replace(tracked, num_incidents=tracked.num_incidents + 1)
             tags[Tag.INCIDENTS] = str(tracked.num_incidents)
             delivery.attempt_changed = True
+        case Event.ROLLED_BACK:  # the steps behind it come again, with other values
+            tags[Tag.BRANCH] = str(fields.get("branch", ""))
+            tracked = replace(
+                tracked,
+                next_step=min(tracked.next_step, record.step),
+                next_evaluation=min(tracked.next_evaluation, record.step + 1),
+            )
+        case Event.FORKED:
+            tags[Tag.PARENT] = f"{fields.get('parent', '')} after {record.step} steps"
         case Event.EVALUATION if record.step >= tracked.next_evaluation:
             delivery.points += [
                 Point(name=name, value=value, step=record.step, time_ms=time_ms)
