@@ -32,7 +32,7 @@ from samestep.incidents.source_files import source_files
 from samestep.names import THREAD_BUNDLE
 from samestep.spec import JobSpec, bits_part, dump_spec
 from samestep.telemetry import provenance
-from samestep.telemetry.ledger import encode_line, last_lines
+from samestep.telemetry.ledger import encode_line, lines_around
 from samestep.telemetry.link import Target
 from samestep.telemetry.records import STEP, StepRecord
 
@@ -262,7 +262,7 @@ class _Writing:
         """Lines around the step, the newest ones if not all fit."""
         made, step = self._made, self._made.incident.step
         first = min(made.copied.outline.step, step - WINDOW_STEPS)
-        lines = last_lines(self._run, from_step=first)
+        lines = lines_around(self._run, made.incident.id, from_step=first)
         known = {line["step"] for line in lines if line["type"] == STEP}
         lines += [
             dict(line) for line in made.records if line["type"] != STEP or line["step"] not in known

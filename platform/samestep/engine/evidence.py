@@ -38,6 +38,8 @@ from samestep.telemetry.records import StepRecord
 
 BUNDLE_S: Final = 60.0
 """How long a bundle under way is waited for where it would be lost else."""
+HURRY_S: Final = 5.0
+"""The same at a planned stop, which may have little time."""
 MAX_STEPS: Final = 500
 """Steps between the state and the incident whose samples are kept at most."""
 
@@ -166,9 +168,10 @@ class Evidence:
             last = max(ahead, key=lambda incident: (incident.attempt, incident.time))
             self.keep(last, state_of, source=source)
 
-    def finish(self) -> None:
+    def finish(self, *, hurries: bool = False) -> None:
         """Waits for what is under way in this process, before it is too late; bounded."""
-        settle(min(BUNDLE_S, self._spec.faults.hang_timeout_s / 2))
+        limit_s = HURRY_S if hurries else BUNDLE_S
+        settle(min(limit_s, self._spec.faults.hang_timeout_s / 2))
 
     def _is_worth_it(self, incident: Incident) -> bool:
         before = self._found_at.get(incident.kind)

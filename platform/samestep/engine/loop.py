@@ -203,7 +203,7 @@ class Loop:
             return False
         if done:
             self._evaluate()
-        self._evidence.finish()  # while the recorder is there
+        self._evidence.finish(hurries=not done)  # while the recorder is there
         self._end()
         self._progress.at(Phase.ENDING, step=self._step)
         self._finish(done)

@@ -67,7 +67,13 @@ def assert_same_batches(source: BundleSource, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "place"), [("stop", PLACES[2]), ("skip", PLACES[0]), ("continue", PLACES[3])]
+    ("policy", "place"),
+    [
+        ("stop", PLACES[2]),
+        ("skip", PLACES[0]),
+        ("continue", PLACES[3]),
+        ("rollback", PLACES[1]),
+    ],
 )
 def test_a_bundle_holds_the_state_right_before_the_step_and_its_samples(
     policy: str, place: dict[str, int], train: Train
@@ -79,7 +85,9 @@ def test_a_bundle_holds_the_state_right_before_the_step_and_its_samples(
     source = source_of(run, incident)
     start = source.start()
     assert (start.state.step, start.rest.stage, start.rest.begun) == (step, Stage.SETTLED, True)
-    assert state_sha256(start.state) == load_checkpoint(run.storage, step)[1].digest
+    # What was taken back has no checkpoint any more; the same steps were taken before it.
+    calm = train(poisoned("stop"), "calm") if policy == "rollback" else run
+    assert state_sha256(start.state) == load_checkpoint(calm.storage, step)[1].digest
     assert source.bundle.state_source == "live"
     assert source.bundle.sample_steps == (step,)
     assert source.bundle.missing == ()
@@ -87,7 +95,7 @@ def test_a_bundle_holds_the_state_right_before_the_step_and_its_samples(
     record = source.records()[step]
     assert record.skipped == (policy != "continue")
     assert sorted(source.records()) == list(range(step + 1))
-    if policy != "stop":
+    if policy in ("skip", "continue"):
         assert same_values(record, run.steps()[step]) == []
     assert source.spec.seed == 3
     assert source.numerics["binding"]["torch"] == torch.__version__
