@@ -13,6 +13,7 @@ from rich.text import Text
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.settle import settle
 from samestep.cli.wide import print_whole
 from samestep.incidents.record import Incident, list_incidents, read
 
@@ -42,6 +43,7 @@ def list_(run: RUN, as_json: AS_JSON = False) -> None:
         print(f"no incidents in {place.uri}")
     else:
         print_whole(_table(found))
+    settle([place])
 
 
 @incidents.command("show")
@@ -52,11 +54,13 @@ def show(
     as_json: AS_JSON = False,
 ) -> None:
     """Show one incident whole: what was seen, the traceback, and where its evidence lies."""
-    incident = read(find_run(run), incident_id)
+    place = find_run(run)
+    incident = read(place, incident_id)
     if as_json:
         print(json.dumps(incident.to_json(), indent=2))
     else:
         _show(incident)
+    settle([place])
 
 
 def _table(found: list[Incident]) -> Table:

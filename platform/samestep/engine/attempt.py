@@ -18,7 +18,6 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from samestep.checkpoint.state import State, check_encodable, collect, state_sha256
 from samestep.checkpoint.storage import Storage
@@ -28,6 +27,7 @@ from samestep.engine.canary import compare_canary, compare_fingerprints, nominal
 from samestep.engine.failure import Failure
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
+from samestep.engine.fingerprint import fingerprints
 from samestep.engine.heap import keep_freed_memory
 from samestep.engine.initial import Initial, load_initial
 from samestep.engine.loop import Loop
@@ -50,6 +50,7 @@ from samestep.faults.progress import Phase, Progress
 from samestep.faults.watchdog import Stall, Watchdog
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
+from samestep.telemetry.finished import Finished
 from samestep.telemetry.link import Link, Patient, Target
 from samestep.telemetry.logs import WorkerFiles
 from samestep.workload import load_workload
@@ -98,8 +99,7 @@ class Place:
         wants: what this worker asks for in each step's small talk (`Flag`).
         is_debugged: a debugger is open, so that standing still is fine.
         on_step: told of each step before it is taken, and of the attempt.
-        on_finished: called once in worker 0 with the final model, a call that uses it once, and
-            the file of the workload; must not raise.
+        on_finished: called once in worker 0 with what the run ends with; must not raise.
     """
 
     mode: str
@@ -114,7 +114,7 @@ class Place:
     wants: Callable[[], int] = _nothing
     is_debugged: Callable[[], bool] = _never
     on_step: Callable[[int, int], None] = _unheard
-    on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None = None
+    on_finished: Callable[[Finished], None] | None = None
 
 
 class Ending(IntEnum):
@@ -187,6 +187,7 @@ class _Attempt:
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
         self._step = 0
+        self._datasets: list[dict[str, Any]] = []
 
     def run(self) -> bool:
         """Trains; False when the workers parked."""
@@ -210,6 +211,8 @@ class _Attempt:
         self._step = saved.step
         initial = load_initial(spec, built.parts) if saved.source is None else None
         replicas = make_replicas(spec, built, place.devices, peers)
+        if peers.world_rank == 0:
+            self._datasets = [found.to_json() for found in fingerprints(built)]
         self._feed = Feed(
             workload=built.workload,
             dataset=built.dataset,
@@ -444,6 +447,7 @@ class _Attempt:
                 "steps_per_epoch": built.order.steps_per_epoch,
                 "dataset_size": built.dataset_size,
                 "custom_order": built.custom_order,
+                "datasets": self._datasets,
                 "placement_dependent": mixed,
                 "process_started": psutil.Process().create_time(),
             }

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from samestep.checkpoint.reading import load_weights
 from samestep.checkpoint.storage import Storage
+from samestep.engine import devices
 from samestep.engine.appraisal import Appraisal
 from samestep.engine.detection import Detection
 from samestep.engine.ema import averages_in
@@ -35,8 +36,9 @@ from samestep.exact import numerics
 from samestep.faults.progress import Phase, Progress
 from samestep.names import Activity, Event
 from samestep.spec import JobSpec
+from samestep.telemetry.finished import Finished
 from samestep.telemetry.link import Link, Target
-from samestep.telemetry.reports import NO_DEVICE, Reporter
+from samestep.telemetry.reports import Reporter
 from samestep.telemetry.timesheet import Timesheet, during
 from samestep.workload import Values, Workload
 
@@ -69,7 +71,7 @@ class Loop:
         on_step: Callable[[int], None],
         progress: Progress,
         wants: Callable[[], int],
-        on_finished: Callable[[nn.Module, Callable[[], object], Path | None], None] | None,
+        on_finished: Callable[[Finished], None] | None,
     ) -> None:
         self._on_finished = on_finished
         self._spec = spec
@@ -77,6 +79,7 @@ class Loop:
         self._engine = engine
         self._feed = feed
         self._peers = peers
+        self._run = run
         self._target = target
         self._link = link
         self._attempt = attempt
@@ -110,7 +113,8 @@ class Loop:
             attempt=attempt,
             world_rank=peers.world_rank,
             # Not by way of the loop: a circle would keep the group's sockets open after an error.
-            device_memory=partial(_device_memory, self._device),
+            device_memory=partial(devices.memory, self._device),
+            gpus=partial(devices.gpu_loads, [replica.device for replica in engine.replicas]),
         )
         self._flag = 0
         self._detection = Detection(
@@ -241,7 +245,12 @@ class Loop:
             # The model that is kept is the one that is evaluated: the averages, where there are.
             with averages_in(self._built.parts.model, self._built.parts.ema):
                 self._on_finished(
-                    self._built.parts.model, self._use_model, Path(file) if file else None
+                    Finished(
+                        model=self._built.parts.model,
+                        use=self._use_model,
+                        code=Path(file) if file else None,
+                        best_weights=self._best_weights,
+                    )
                 )
         self._target.call(
             "finish",
@@ -258,6 +267,13 @@ class Loop:
                 "timing": self._timesheet.lap(),
             },
         )
+
+    def _best_weights(self) -> Mapping[str, Any] | None:
+        """Those of the best checkpoint, read from storage; None where the last state has them."""
+        best = self._appraisal.best
+        if best is None or best[0] == self._step:
+            return None
+        return load_weights(self._run.uri, checkpoint=best[0])
 
     def _use_model(self) -> None:
         """Calls the model once, as an evaluation does; nothing where there is none."""
@@ -401,11 +417,3 @@ class Loop:
     @property
     def _evaluation_here(self) -> dict[str, float] | None:
         return self._evaluation if self._evaluated_at == self._step else None
-
-
-def _device_memory(device: torch.device) -> tuple[int, int]:
-    """The most that was allocated, and all there is, in bytes."""
-    if device.type != "cuda":
-        return NO_DEVICE
-    total = torch.cuda.get_device_properties(device).total_memory
-    return torch.cuda.max_memory_allocated(device), int(total)

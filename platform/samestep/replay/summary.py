@@ -10,14 +10,12 @@ from samestep.checkpoint.reading import CheckpointInfo, best_of, list_checkpoint
 from samestep.checkpoint.storage import Storage
 from samestep.exact.digest import canonical_float_hex
 from samestep.incidents.record import Incident, list_incidents
-from samestep.names import Event, RunState
+from samestep.names import DIED, Event, RunState
 from samestep.spec import JobSpec
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.lease import Holder, holder
 from samestep.telemetry.past import Attempt, Past, read_past
 from samestep.telemetry.records import StepRecord
-
-DIED = "died"
 
 
 @dataclass(frozen=True, kw_only=True)

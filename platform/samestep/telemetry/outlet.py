@@ -64,6 +64,7 @@ class Outlet:
         self._reports: deque[WorkerReport] = deque()
         self._num_dropped = 0
         self._num_announced = 1  # what the ledger holds already
+        self._has_grown = True
         self._num_delivered = self._num_failures = 0
         self._hurry = self._closing = False
         self._failing_since: float | None = None
@@ -82,11 +83,14 @@ class Outlet:
         """Says that the ledger has grown, or that a step was taken again; never waits long."""
         with self._changed:
             self._num_announced += 1
+            self._has_grown = True
             self._latest = latest or self._latest
             self._changed.notify_all()
 
     def report(self, report: WorkerReport) -> None:
         """Hands a worker's report on with the next delivery; the oldest makes room for it."""
+        if not self.sink.wants(report):
+            return
         with self._changed:
             if len(self._reports) == MAX_REPORTS:
                 self._reports.popleft()
@@ -191,13 +195,17 @@ class Outlet:
             announced, latest, self._latest = self._num_announced, self._latest, None
             reports, self._reports = self._reports, deque()
             num_dropped, self._num_dropped = self._num_dropped, 0
-        more = True
-        while more and not self._closing:
-            lines = self._spool.read(MAX_LINES)
-            more = len(lines) == MAX_LINES
-            self.sink.take(lines, more=more)
-            if lines:
-                self._spool.seek(lines[-1].position)
+            more, self._has_grown = self._has_grown, False
+        try:
+            while more and not self._closing:
+                lines = self._spool.read(MAX_LINES)
+                more = len(lines) == MAX_LINES
+                self.sink.take(lines, more=more)
+                if lines:
+                    self._spool.seek(lines[-1].position)
+        except BaseException:
+            self._has_grown = True
+            raise
         if latest is not None:
             self.sink.live(latest)
         if reports:

@@ -124,6 +124,10 @@ class PrometheusSink:
         with self._page.lock:
             self._page.totals.show(record)
 
+    def wants(self, report: WorkerReport) -> bool:
+        """Every one."""
+        return True
+
     def reports(self, found: Sequence[WorkerReport], num_dropped: int) -> None:
         """Shows the present workers."""
         with self._page.lock:

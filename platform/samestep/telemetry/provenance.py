@@ -6,6 +6,7 @@ import getpass
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -46,6 +47,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def requirements() -> str:
     """Every installed distribution as a line of a requirements file, sorted."""
     lines = {
