@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from samestep.checkpoint.reading import load_weights
 from samestep.checkpoint.storage import Storage
 from samestep.engine import devices

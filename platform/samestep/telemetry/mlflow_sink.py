@@ -8,8 +8,6 @@ whatever happens to recorder, server or run.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import threading
 import time
@@ -19,25 +17,18 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from samestep.checkpoint.storage import Storage
-from samestep.errors import InputError, SamestepError
+from samestep.errors import InputError
 from samestep.names import (
-    INCIDENT_FILE,
-    INCIDENTS_DIR,
-    NUMERICS_FILE,
-    PARAMS_ARTIFACT,
-    REQUIREMENTS_ARTIFACT,
-    SPEC_FILE,
     TAG_SPEC_PREFIX,
     THREAD_TRACKING_CHECK,
     Tag,
 )
-from samestep.spec import dump_spec
 from samestep.telemetry import provenance
 from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.identity import read_result
 from samestep.telemetry.mlflow_client import MlflowRun, Point
 from samestep.telemetry.mlflow_delivery import ENDED, KILLED, RUNNING, Delivery
-from samestep.telemetry.mlflow_upload import ModelUpload
+from samestep.telemetry.mlflow_upload import FileUpload, ModelUpload, Refusals
 from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.sink import RunInfo, StartOver
@@ -136,7 +127,6 @@ class MlflowSink:
         self._client: TrackedRun | None = None
         self._up: bool | None = None  # until MLflow was first spoken to
         self._system = SystemMetrics()
-        self._files_failed = False
         self._introduced = False
 
     def started(self, info: RunInfo) -> Position:
@@ -144,7 +134,9 @@ class MlflowSink:
         self._info = info
         self._run: Storage = info.run
         self._tracked = tracked_for(info.run, self._uri, self._experiment)
-        self._models = ModelUpload(info, warn=self._warn_of_files)
+        refusals = Refusals(info)
+        self._files = FileUpload(info, refusals)
+        self._models = ModelUpload(info, refusals)
         if self._required and not info.returning:
             self._check()
         return self._tracked.position
@@ -164,7 +156,7 @@ class MlflowSink:
             if delivery.datasets:
                 client.log_datasets(delivery.datasets)
             if delivery.attempt_changed or delivery.status:
-                delivery.tracked = self._deliver_files(client, delivery.tracked)
+                delivery.tracked = self._files.deliver(client, delivery.tracked)
             if delivery.status in ENDED:
                 delivery.tracked = self._models.deliver(client, delivery.tracked, self._keep_models)
             if delivery.status:
@@ -282,7 +274,7 @@ class MlflowSink:
             if tracked.position != START:
                 self._client = client
                 raise StartOver
-        self._keep(self._deliver_files(client, self._tracked))
+        self._keep(self._files.deliver(client, self._tracked))
         if info.returning and client.status in ENDED and read_result(self._run) is None:
             # Somebody took the run for dead while its recorder was being started again.
             self._keep(self._set_status(client, RUNNING, self._tracked))
@@ -315,36 +307,6 @@ class MlflowSink:
             if there.get(path, value) != value:  # parameters can't change in MLflow
                 tags[f"{TAG_SPEC_PREFIX}{path}"[:250]] = value
         return tags
-
-    def _deliver_files(self, client: TrackedRun, tracked: Tracked) -> Tracked:
-        """Stores artifacts that are new or changed; where that fails, warns once and goes on."""
-        try:
-            for name, data in self._files():
-                digest = hashlib.sha256(data).hexdigest()
-                if tracked.files.get(name) != digest:
-                    client.log_file(name, data)
-                    tracked = replace(tracked, files={**tracked.files, name: digest})
-        except SamestepError as error:
-            self._warn_of_files(error)
-        return tracked
-
-    def _warn_of_files(self, error: SamestepError) -> None:
-        if not self._files_failed:
-            self._info.say(f"MLflow does not take artifacts ({error}); metrics go on")
-            logger.info("run=%s MLflow does not take artifacts: %s", self._info.name, error)
-        self._files_failed = True
-
-    def _files(self) -> list[tuple[str, bytes]]:
-        spec = self._info.spec
-        params = json.dumps(flatten(spec.model_dump(mode="json")), indent=1, sort_keys=True)
-        found = [
-            (SPEC_FILE, dump_spec(spec).encode()),
-            (PARAMS_ARTIFACT, params.encode()),
-            (REQUIREMENTS_ARTIFACT, provenance.requirements().encode()),
-        ]
-        names = [NUMERICS_FILE]
-        names += [f"{INCIDENTS_DIR}/{i}/{INCIDENT_FILE}" for i in self._run.list(INCIDENTS_DIR)]
-        return found + [(name, self._run.read(name)) for name in names if self._run.exists(name)]
 
     def _keep_models(self, made: Tracked) -> None:
         """Notes models that are there, before the lines that told of the end are through."""

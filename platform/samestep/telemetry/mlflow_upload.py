@@ -1,8 +1,12 @@
-"""Takes a run's packed models to MLflow, and one of them into its registry."""
+"""Takes a run's files and packed models to MLflow, and one of the models into its registry.
+
+Metrics never wait for them: what MLflow does not take is told once.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import tempfile
 from collections.abc import Callable
@@ -12,9 +16,21 @@ from typing import Final, Protocol
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import SamestepError
-from samestep.names import BEST_MODEL_DIR, MODEL_DIR
+from samestep.names import (
+    BEST_MODEL_DIR,
+    INCIDENT_FILE,
+    INCIDENTS_DIR,
+    MODEL_DIR,
+    NUMERICS_FILE,
+    PARAMS_ARTIFACT,
+    REQUIREMENTS_ARTIFACT,
+    SPEC_FILE,
+)
+from samestep.spec import dump_spec
+from samestep.telemetry import provenance
 from samestep.telemetry.sink import RunInfo
 from samestep.telemetry.tracking_file import Tracked
+from samestep.telemetry.tracking_names import flatten
 
 MODEL_FILE: Final = "MLmodel"
 """Written last: a folder without it is no packed model."""
@@ -22,8 +38,15 @@ MODEL_FILE: Final = "MLmodel"
 logger = logging.getLogger(__name__)
 
 
+class FileStore(Protocol):
+    """What the upload of files needs of `mlflow_client.MlflowRun`."""
+
+    def log_file(self, name: str, data: bytes) -> None:
+        """Stores an artifact."""
+
+
 class ModelStore(Protocol):
-    """What an upload needs of `mlflow_client.MlflowRun`."""
+    """What the upload of models needs of it."""
 
     def create_model(self, name: str, step: int) -> str:
         """Makes room for a model; returns its id."""
@@ -35,18 +58,60 @@ class ModelStore(Protocol):
         """Makes it a version of a registered model; returns which."""
 
 
+class Refusals:
+    """Tells once that MLflow takes no artifacts."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._info = info
+        self._is_told = False
+
+    def tell(self, error: SamestepError) -> None:
+        """Says why, the first time."""
+        if not self._is_told:
+            self._info.say(f"MLflow does not take artifacts ({error}); metrics go on")
+            logger.info("run=%s MLflow does not take artifacts: %s", self._info.name, error)
+        self._is_told = True
+
+
+class FileUpload:
+    """The files that tell what a run is, and what went wrong in it."""
+
+    def __init__(self, info: RunInfo, refusals: Refusals) -> None:
+        self._run: Storage = info.run
+        self._spec = info.spec
+        self._refusals = refusals
+
+    def deliver(self, store: FileStore, tracked: Tracked) -> Tracked:
+        """Stores files that are new or changed; where that fails, warns once and goes on."""
+        try:
+            for name, data in self._files():
+                digest = hashlib.sha256(data).hexdigest()
+                if tracked.files.get(name) != digest:
+                    store.log_file(name, data)
+                    tracked = replace(tracked, files={**tracked.files, name: digest})
+        except SamestepError as error:
+            self._refusals.tell(error)
+        return tracked
+
+    def _files(self) -> list[tuple[str, bytes]]:
+        params = json.dumps(flatten(self._spec.model_dump(mode="json")), indent=1, sort_keys=True)
+        found = [
+            (SPEC_FILE, dump_spec(self._spec).encode()),
+            (PARAMS_ARTIFACT, params.encode()),
+            (REQUIREMENTS_ARTIFACT, provenance.requirements().encode()),
+        ]
+        names = [NUMERICS_FILE]
+        names += [f"{INCIDENTS_DIR}/{i}/{INCIDENT_FILE}" for i in self._run.list(INCIDENTS_DIR)]
+        return found + [(name, self._run.read(name)) for name in names if self._run.exists(name)]
+
+
 class ModelUpload:
-    """The models of a run: the final one, and the best one where that is another.
+    """The models of a run: the final one, and the best one where that is another."""
 
-    Args:
-        info: the run.
-        warn: told why MLflow does not take a model.
-    """
-
-    def __init__(self, info: RunInfo, *, warn: Callable[[SamestepError], None]) -> None:
+    def __init__(self, info: RunInfo, refusals: Refusals) -> None:
         self._info = info
         self._run: Storage = info.run
-        self._warn = warn
+        self._refusals = refusals
 
     def deliver(
         self, store: ModelStore, tracked: Tracked, keep: Callable[[Tracked], None]
@@ -95,7 +160,7 @@ class ModelUpload:
                 made = store.create_model(folder, tracked.next_step)
                 store.fill_model(made, Path(temporary, folder))
         except SamestepError as error:
-            self._warn(error)
+            self._refusals.tell(error)
             return None, files
         return made, {**files, folder: digest}
 
