@@ -47,8 +47,9 @@ def fingerprints(
 
 def places(size: int) -> list[int]:
     """Which samples are looked at: the first, the last, and some between, evenly."""
-    last = size - 1
-    return sorted({last * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)} - {-1})
+    if size == 0:
+        return []
+    return sorted({(size - 1) * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)})
 
 
 def _fingerprint(
@@ -57,7 +58,6 @@ def _fingerprint(
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     head = f"{kind}\n{size}\n".encode()
     content = xxhash.xxh3_128(head)
-    indices = places(size) if size else []
     threads = torch.get_num_threads()
     end = monotonic() + LIMIT_S
     num_sampled = 0
@@ -65,7 +65,7 @@ def _fingerprint(
         if threads != 1:
             torch.set_num_threads(1)
         with global_generators_kept():
-            for index in indices:
+            for index in places(size):
                 if monotonic() > end:
                     raise TimeoutError(f"{num_sampled} samples took over {LIMIT_S:g} s")
                 seed_everything(0, Purpose.FINGERPRINT, index)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from samestep.checkpoint.storage import Storage
@@ -28,7 +27,13 @@ from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.identity import read_result
 from samestep.telemetry.mlflow_client import MlflowRun, Point
 from samestep.telemetry.mlflow_delivery import ENDED, KILLED, RUNNING, Delivery
-from samestep.telemetry.mlflow_upload import FileUpload, ModelUpload, Refusals
+from samestep.telemetry.mlflow_upload import (
+    FileStore,
+    FileUpload,
+    ModelStore,
+    ModelUpload,
+    Refusals,
+)
 from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.sink import RunInfo, StartOver
@@ -48,7 +53,7 @@ REQUIRED_TIMEOUT_S: Final = 45.0
 logger = logging.getLogger(__name__)
 
 
-class TrackedRun(Protocol):
+class TrackedRun(FileStore, ModelStore, Protocol):
     """What a delivery needs of `mlflow_client.MlflowRun`."""
 
     run_id: str
@@ -68,20 +73,8 @@ class TrackedRun(Protocol):
     def set_status(self, status: str, time_ms: int) -> None:
         """Sets the status."""
 
-    def log_file(self, name: str, data: bytes) -> None:
-        """Stores an artifact."""
-
     def log_datasets(self, found: Sequence[DatasetInfo]) -> None:
         """Stores inputs."""
-
-    def create_model(self, name: str, step: int) -> str:
-        """Makes room for a model; returns its id."""
-
-    def fill_model(self, model_id: str, folder: Path) -> None:
-        """Stores a model's files."""
-
-    def register_model(self, model_id: str, *, name: str, alias: str) -> str:
-        """Makes it a version of a registered model; returns which."""
 
 
 Connect = Callable[..., TrackedRun]
