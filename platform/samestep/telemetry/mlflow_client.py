@@ -27,6 +27,8 @@ from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.tracking_file import without_password
 from samestep.telemetry.tracking_names import MAX_TAG, batches
 
+WEB: Final = ("http://", "https://")
+SERVERS: Final = (*WEB, "databricks")
 TIMEOUT_S: Final = 10
 PROBE_TIMEOUT_S: Final = 5.0
 MAX_RETRIES: Final = 1
@@ -99,6 +101,7 @@ class MlflowRun:
         run_id: str | None = None,
         make: bool = True,
     ) -> None:
+        self._is_server = uri.startswith(SERVERS)
         try:
             require_answer(uri)
             self._mlflow = load_mlflow()
@@ -209,9 +212,13 @@ class MlflowRun:
             except self._mlflow.exceptions.MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
+            # A database's registry would look the model up in MLflow's global store, not in ours.
+            source = f"models:/{model_id}"
+            if not self._is_server:
+                source = self._client.get_logged_model(model_id).artifact_location
             version = self._client.create_model_version(
                 name,
-                f"models:/{model_id}",
+                source,
                 run_id=self.run_id,
                 model_id=model_id,
                 await_creation_for=REGISTER_S,
@@ -272,7 +279,7 @@ def require_answer(uri: str) -> None:
     Raises:
         TrackingError: nobody answers.
     """
-    if not uri.startswith(("http://", "https://")):
+    if not uri.startswith(WEB):
         return
     parts = urlsplit(without_password(uri))
     url = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/health", query=""))
