@@ -222,7 +222,7 @@ def test_the_best_and_the_final_model_of_a_run_are_loaded_elsewhere(tmp_path: Pa
     assert set(models) == {"model", "best_model"}
     version = client.get_model_version_by_alias("scored", "candidate")
     assert version.run_id == tracked.info.run_id
-    assert version.model_id == models["best_model"].model_id
+    assert version.source == models["best_model"].artifact_location
     inputs = {item.tags[0].value: item.dataset for item in tracked.inputs.dataset_inputs}
     assert set(inputs) == {"training", "evaluation"}
     assert json.loads(inputs["evaluation"].profile)["num_rows"] == 7

@@ -148,8 +148,9 @@ class MlflowRun:
 
     def set_status(self, status: str, time_ms: int) -> None:
         """Sets RUNNING, FINISHED, FAILED or KILLED."""
-        if status in ENDED:
-            self._call("set_terminated", status=status, end_time=time_ms)
+        if status in ENDED:  # not before it began there, which was when MLflow was loaded
+            end_ms = max(time_ms, self.start_ms)
+            self._call("set_terminated", status=status, end_time=end_ms)
         else:
             self._call("update_run", status=status)
         self.status = status
