@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from samestep.checkpoint.reading import CheckpointInfo, best_of, list_checkpoints
+from samestep.checkpoint.committed import CheckpointInfo, best_of, list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.exact.digest import canonical_float_hex
 from samestep.incidents.record import Incident, list_incidents

@@ -89,10 +89,9 @@ class Outlet:
     def announce(self, latest: StepRecord | None = None) -> None:
         """Says that the ledger has grown, or that a step was taken again; never waits long."""
         with self._changed:
-            self._num_announced += 1
             self._has_grown = True
             self._latest = latest or self._latest
-            self._changed.notify_all()
+            self._count()
 
     def report(self, report: WorkerReport) -> None:
         """Hands a worker's report on with the next delivery; the oldest makes room for it."""
@@ -103,7 +102,13 @@ class Outlet:
                 self._reports.popleft()
                 self._num_dropped += 1
             self._reports.append(report)
-            self._num_announced += 1
+            self._count()
+
+    def _count(self) -> None:
+        """Counts what there is to deliver; thousands of workers must not wake a thread each."""
+        was_idle = self._num_delivered == self._num_announced
+        self._num_announced += 1
+        if was_idle:
             self._changed.notify_all()
 
     def notes(self) -> list[str]:

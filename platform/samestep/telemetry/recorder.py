@@ -17,10 +17,10 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from samestep.checkpoint.committed import commit
 from samestep.checkpoint.manifest import Manifest
 from samestep.checkpoint.retention import apply_retention, clear_unfinished
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import commit
 from samestep.errors import DivergenceError, RecorderError, StorageError
 from samestep.names import RESULT_FILE, Event, RunState
 from samestep.telemetry import identity
