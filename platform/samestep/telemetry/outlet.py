@@ -33,7 +33,7 @@ FAILING_DRAIN_S: Final = 5.0
 CLOSE_S: Final = 5.0
 NICE: Final = 10
 MAX_NICE: Final = 19
-MAX_SHARE: Final = 0.01
+MAX_SHARE: Final = 0.005
 """Of a processor, for deliveries while a run goes on: after a costly one the pause is longer."""
 MAX_PAUSE_S: Final = 10.0
 
