@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import (
+    BudgetError,
     CheckpointError,
     DivergenceError,
     ExitStatus,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "CheckpointError",
     "DivergenceError",
     "ExitStatus",

@@ -132,7 +132,7 @@ class IncidentError(SamestepError):
         kind: of the incident.
     """
 
-    def __init__(self, message: str, kind: str) -> None:
+    def __init__(self, message: str, kind: str = "non_finite") -> None:
         super().__init__(message, kind)
         self.kind = kind
 

@@ -390,6 +390,18 @@ def parse_override(text: str) -> tuple[str, object]:
         raise SpecError(f"--set {path}: {value!r} is not valid YAML: {error}") from error
 
 
+def changed_spec(spec: JobSpec, overrides: Mapping[str, object]) -> JobSpec:
+    """The spec with other values at some dotted paths.
+
+    Raises:
+        SpecError: it would not be valid.
+    """
+    data = spec.model_dump(mode="json")
+    for dotted, value in overrides.items():
+        _set(data, dotted, value)
+    return parse_spec(data)
+
+
 def dump_spec(spec: JobSpec) -> str:
     """The spec as YAML that `load_spec` reads back to an equal one."""
     return yaml12.dump(spec.model_dump(mode="json"))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from samestep.spec_part import BITS, FREE, Part
 
 Policy = Literal["stop", "skip", "rollback", "continue"]
 """What becomes of a run at an incident; docs/incidents.md defines each."""
+
+StepRange = Annotated[tuple[int, int], Field(strict=False)]
+"""First step, and one past the last; YAML has lists only."""
 
 STOP: Final[Policy] = "stop"
 SKIP: Final[Policy] = "skip"
@@ -113,6 +116,15 @@ class Incidents(Part):
         ),
         json_schema_extra=BITS,
     )
+    leave_out: tuple[StepRange, ...] = Field(
+        (),
+        strict=False,
+        description=(
+            "ranges of steps, each as [first, one past the last], whose batches are left out from "
+            "the start: `samestep fork --skip-steps` sets it"
+        ),
+        json_schema_extra=BITS,
+    )
     max_skips: int = Field(
         20,
         ge=0,
@@ -159,3 +171,20 @@ class Incidents(Part):
         json_schema_extra=FREE,
     )
     bundle: Bundles = Field(default_factory=Bundles, json_schema_extra=FREE)
+
+    @field_validator("leave_out")
+    @classmethod
+    def _ranges(cls, pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        for first, end in pairs:
+            if not 0 <= first < end:
+                raise ValueError(
+                    f"[{first}, {end}] is no range of steps: give [first, one past the last], "
+                    "the first 0 or more"
+                )
+        return pairs
+
+    @property
+    def back_steps(self) -> int | None:
+        """How far back the run may go; None: it never does."""
+        policies = (self.non_finite, self.loss_spike, self.grad_spike)
+        return self.rollback_steps if ROLLBACK in policies else None

@@ -129,6 +129,8 @@ class Bench:
         for name in self._options.models:
             for shards in self._options.shards_per_worker:
                 task = {"kind": "steps", "model": name, "shards_per_worker": shards}
+                if shards > 1:  # longer steps: fewer of them tell as much
+                    task["rounds"] = max(1, self._options.rounds * 7 // 10)
                 launches = self._launches(task)
                 engines = step_rows(launches, BASES)
                 exact = next(row for row in engines if row["engine"] == "exact")

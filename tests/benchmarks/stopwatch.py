@@ -51,10 +51,10 @@ def watch(contender: Samestep) -> tuple[Stopwatch, Callable[[int], object]]:
     assert isinstance(engine, StepEngine)
     stopwatch = Stopwatch()
     buckets, exchange = engine.main.buckets, engine.exchange
-    optimizer, peers = contender.built.parts.optimizer, engine._peers
+    optimizer, peers = contender.built.parts.optimizer, engine.peers
     for owner, name, label in (
-        (engine, "_forward", "forward"),
-        (engine, "_backward", "backward, and filling the buckets"),
+        (engine, "forward", "forward"),
+        (engine, "backward", "backward, and filling the buckets"),
         (engine.main.keeper, "start_step", "buffers"),
         (engine.main.keeper, "start_shard", "buffers"),
         (engine.main.keeper, "keep", "buffers"),

@@ -60,8 +60,9 @@ class Data(torch.utils.data.Dataset):
 class Tiny(samestep.Workload):
     """BatchNorm, dropout and augmentation; faults at steps given in the job."""
 
-    def __init__(self, pause_s=0.0, raise_at=None, break_at=None, gate=None):
+    def __init__(self, pause_s=0.0, raise_at=None, break_at=None, nan_at=None, gate=None):
         self.pause_s, self.raise_at, self.break_at, self.gate = pause_s, raise_at, break_at, gate
+        self.nan_at, self.step = nan_at, None
 
     def model(self):
         return nn.Sequential(
@@ -82,6 +83,7 @@ class Tiny(samestep.Workload):
             Path(self.gate, f"{os.getpid()}-{step}").touch()
         if not (self.gate is not None and Path(self.gate, "fast").exists()):
             threading.Event().wait(self.pause_s)
+        self.step = step
         if step == self.raise_at:
             raise ValueError("the workload's own message")
         if step == self.break_at:
@@ -91,7 +93,7 @@ class Tiny(samestep.Workload):
 
     def loss(self, model, batch):
         inputs, labels = batch
-        logits = model(inputs)
+        logits = model(inputs * float("nan") if self.step == self.nan_at else inputs)
         accuracy = (logits.argmax(1) == labels).float()
         return samestep.Loss(
             value=nn.functional.cross_entropy(logits, labels), metrics={"accuracy": accuracy}

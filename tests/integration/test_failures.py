@@ -80,6 +80,30 @@ def test_all_workers_told_to_end_are_a_planned_stop(
     assert (found.num_redone, list(found.incidents)) == (0, [])
 
 
+def test_a_run_goes_back_to_the_same_weights_in_every_mode_and_beside_a_crash(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    goes_back = {"non_finite": "rollback", "rollback_steps": 3}
+    args = {"nan_at": 7, "pause_s": 0.1, "gate": str(gate)}
+    spec = make_spec(mode="ddp", workers=2, args=args, incidents=goes_back)
+    pids = struck_at_step_six(gate, wait_until, {signal.SIGKILL: 1})
+    in_group = train(spec, name="group", search=[folder])
+    assert len(pids()) == 1
+    spec = make_spec(mode="dataparallel", args={"nan_at": 7}, incidents=goes_back)
+    in_actor = train(spec, name="actor", search=[folder])
+    told = {"leave_out": [[4, 8]]}
+    spec = make_spec(mode="local", args={"nan_at": 7}, incidents=told)
+    alone = train(spec, name="told", search=[folder])
+    assert alone.status == "done"
+    assert in_group.digest == in_actor.digest == alone.digest
+    found = summarize(Storage.at(in_group.run))
+    assert [(back.to, back.until) for back in found.rollbacks] == [(4, 8)]
+    assert [recovery["cause"] for recovery in found.recoveries] == ["crash", "rollback"]
+    assert [attempt.start_step for attempt in found.attempts][-1] == 4
+
+
 def struck_at_step_six(
     gate: Path, wait_until: WaitUntil, signals: dict[signal.Signals, int]
 ) -> Callable[[], list[int]]:

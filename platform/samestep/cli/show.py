@@ -16,7 +16,7 @@ from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
 from samestep.cli.settle import settle
 from samestep.names import DIED
-from samestep.replay.summary import RunSummary, summarize, why_ended
+from samestep.replay.summary import FORKED, RunSummary, summarize, why_ended
 from samestep.telemetry.board import describe_recovery
 
 LAST_INCIDENTS = 10
@@ -54,6 +54,11 @@ def _lines(summary: RunSummary) -> list[Text]:
         _line("status", _status(summary)),
         _line("steps", _steps(summary)),
     ]
+    if summary.fork is not None:
+        text = f"{summary.fork.get('parent')} after {summary.fork['step']} steps"
+        lines.insert(1, _line("forked from", text))
+    for number, rollback in enumerate(summary.rollbacks):
+        lines.append(_line("" if number else "rollbacks", rollback.describe()))
     if summary.last is not None:
         loss = "none" if summary.last.loss is None else f"{summary.last.loss:.6g}"
         metrics = {"loss": loss, **{k: f"{v:.6g}" for k, v in summary.last.metrics.items()}}
@@ -92,6 +97,8 @@ def _status(summary: RunSummary) -> str:
     if summary.holder is not None:
         return f"{summary.status}, held by {summary.holder.where}"
     message = str((summary.result or {}).get("message") or "")
+    if summary.status == FORKED:
+        message = "nobody has trained it yet"
     if summary.status == DIED:
         message = "no result, and nobody holds it; the same train command resumes it"
     return f"{summary.status}: {message}" if message else summary.status

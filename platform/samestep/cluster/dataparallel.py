@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from samestep.cluster.actors import RayTarget
     from samestep.cluster.launch import Order
     from samestep.cluster.session import Session
+    from samestep.engine.ending import Ending
 
 
 class Trainer:
@@ -27,10 +28,14 @@ class Trainer:
 
     def run(self, config: dict[str, Any]) -> None:
         """Trains on all devices that Ray gave this actor."""
-        with at_desk(config, world_rank=0, world_size=1) as desk:
-            self._attempt(config, desk)
+        from samestep.engine.ending import Ending
 
-    def _attempt(self, config: dict[str, Any], desk: Desk) -> None:
+        ending = Ending.ROLLED_BACK
+        while ending is Ending.ROLLED_BACK:
+            with at_desk(config, world_rank=0, world_size=1) as desk:
+                ending = self._attempt(config, desk)
+
+    def _attempt(self, config: dict[str, Any], desk: Desk) -> Ending:
         import torch
         import yaml
 
@@ -50,7 +55,7 @@ class Trainer:
             + ("one device after another" if len(devices) > 1 else "in turn"),
         )
         dial(config["terminal"])
-        run_attempt(
+        return run_attempt(
             spec,
             Place(
                 mode="dataparallel",

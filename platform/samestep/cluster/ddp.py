@@ -22,6 +22,7 @@ from samestep.cluster.rehearsal import Part
 from samestep.cluster.rendezvous import FORM_S, formed_group, limit_group, set_environment
 from samestep.errors import AttemptFailedError, PeerLostError, SamestepError
 from samestep.spec import JobSpec, dump_spec, parse_spec
+from samestep.spec_incidents import ROLLBACK
 from samestep.spec_training import below
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def _attempt(
 ) -> AttemptFailedError | None:
     import torch
 
-    from samestep.engine.attempt import Ending, Place, run_attempt
+    from samestep.engine.attempt import Place, run_attempt
+    from samestep.engine.ending import Ending
     from samestep.engine.peers import Peers
     from samestep.telemetry.mlflow_model import model_keeper
 
@@ -154,7 +156,9 @@ def _attempt(
         ending = run_attempt(spec, place)
     except AttemptFailedError as error:
         return AttemptFailedError(str(error), error.details)
-    if ending is Ending.PARKED and not process.here.park(PARKED_S):
+    waits = ending in (Ending.PARKED, Ending.ROLLED_BACK)
+    why = ROLLBACK if ending is Ending.ROLLED_BACK else ""
+    if waits and not process.here.park(PARKED_S, why=why):
         return _failed(
             PeerLostError(f"parked, but the group was not taken apart within {PARKED_S:g} s"),
             group.rank(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from samestep.checkpoint.storage import Storage
@@ -32,6 +33,7 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
 
     from samestep.cluster.launch import finish_if_open
     from samestep.engine.attempt import Place, run_attempt
+    from samestep.engine.ending import Ending
     from samestep.engine.peers import Peers
     from samestep.exact.seeds import global_generators_kept
     from samestep.telemetry.logs import worker_files
@@ -42,31 +44,32 @@ def run_local(order: Order, observer: Observer) -> dict[str, Any]:
     for line in late:
         target.call("say", line)
     device = torch.device("cuda", torch.cuda.current_device()) if spec.resources.gpu else None
-    budget = BudgetWatch(Storage.at(order.run_uri), spec.budget)
-    monitor = Monitor(target, observer, budget)
-    attempt = int(target.call("status")["attempt"]) + 1
+    run = Storage.at(order.run_uri)
+    monitor = Monitor(target, observer, BudgetWatch(run, spec.budget))
+    place = Place(
+        mode="local",
+        devices=[device or torch.device("cpu")],
+        peers=Peers(None),
+        group=None,
+        search=list(order.search),
+        run_uri=order.run_uri,
+        target=target,
+        on_finished=(
+            model_keeper(order.run_uri, recorder.say) if order.plan.tracking_uri else None
+        ),
+    )
     try:
         with (
             numerics.GlobalsKept(),
             global_generators_kept(),
             monitor.signals(),
             monitor.polling(),
-            worker_files(Storage.at(order.run_uri), attempt=attempt, world_rank=0) as files,
         ):
-            place = Place(
-                mode="local",
-                devices=[device or torch.device("cpu")],
-                peers=Peers(None),
-                group=None,
-                search=list(order.search),
-                files=files,
-                run_uri=order.run_uri,
-                target=target,
-                on_finished=(
-                    model_keeper(order.run_uri, recorder.say) if order.plan.tracking_uri else None
-                ),
-            )
-            run_attempt(spec, place)
+            ending = Ending.ROLLED_BACK
+            while ending is Ending.ROLLED_BACK:
+                attempt = int(target.call("status")["attempt"]) + 1
+                with worker_files(run, attempt=attempt, world_rank=0) as files:
+                    ending = run_attempt(spec, replace(place, files=files))
             result = finish_if_open(target, None)
             recorder.drain()
             return result

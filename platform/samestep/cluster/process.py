@@ -29,6 +29,7 @@ class Whereabouts:
         first_step: the first one of the attempt.
         parked_s: for how long it has waited, its state kept, for the group to be taken apart;
             None while it trains.
+        parked_for: why, where nobody asked it to.
         leaving: it was told to end.
         failed_s: seconds since its training failed; None while it has not.
         again_s: seconds since the attempt's first step was through; None before.
@@ -38,6 +39,7 @@ class Whereabouts:
     step: int = 0
     first_step: int = 0
     parked_s: float | None = None
+    parked_for: str = ""
     leaving: bool = False
     failed_s: float | None = None
     again_s: float | None = None
@@ -59,6 +61,7 @@ class Process:
         self._flag = Flag.GO_ON
         self._released = threading.Event()
         self._parked_at: float | None = None
+        self._parked_for = ""
         self._attempt = self._step = self._first_step = 0
         self._failed_at: float | None = None
         self._again_at: float | None = None
@@ -87,8 +90,14 @@ class Process:
             threading.Thread(target=self._leave, name="samestep-leave", daemon=True).start()
         self.ask_to_park(save=True)
 
-    def park(self, timeout_s: float) -> bool:
-        """Waits until the group is taken apart; False when that takes too long."""
+    def park(self, timeout_s: float, *, why: str = "") -> bool:
+        """Waits until the group is taken apart; False when that takes too long.
+
+        Args:
+            timeout_s: how long to wait.
+            why: what the workers decided by themselves; empty where the group was asked to park.
+        """
+        self._parked_for = why
         self._parked_at = time.monotonic()
         return self._released.wait(timeout_s)
 
@@ -116,6 +125,7 @@ class Process:
             step=self._step,
             first_step=self._first_step,
             parked_s=None if self._parked_at is None else now - self._parked_at,
+            parked_for=self._parked_for,
             leaving=self._leaving,
             failed_s=None if self._failed_at is None else now - self._failed_at,
             again_s=None if self._again_at is None else now - self._again_at,

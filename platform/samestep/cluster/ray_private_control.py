@@ -220,8 +220,9 @@ class ElasticController(TrainController):
     def note_parked(self, everyone: list[Whereabouts]) -> None:
         """Training stands still since the first worker parked."""
         ago_s = max(there.parked_s or 0.0 for there in everyone)
+        own = next((there.parked_for for there in everyone if there.parked_for), "")
         self._stopwatch.stop(
-            self._why_parked, "", ago_s=ago_s, workers=len(self._members), planned=True
+            own or self._why_parked, "", ago_s=ago_s, workers=len(self._members), planned=True
         )
         self._why_parked = LEAVE
 

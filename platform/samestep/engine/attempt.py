@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.engine import survivor
 from samestep.engine.appraisal import require_metrics
 from samestep.engine.canary import compare_canary, compare_fingerprints, nominal_weight
+from samestep.engine.ending import Ending
 from samestep.engine.failure import Failure
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
@@ -31,8 +31,9 @@ from samestep.engine.fingerprint import fingerprints
 from samestep.engine.heap import keep_freed_memory
 from samestep.engine.initial import Initial, load_initial
 from samestep.engine.loop import Loop
+from samestep.engine.offers import Source
 from samestep.engine.peers import Peers
-from samestep.engine.resume import Resumption, Saved, Source
+from samestep.engine.resume import Resumption, Saved
 from samestep.engine.setup import (
     Built,
     before_step,
@@ -117,24 +118,12 @@ class Place:
     on_finished: Callable[[Finished], None] | None = None
 
 
-class Ending(IntEnum):
-    """How an attempt ended, as one worker sees it."""
-
-    FAILED = 0
-    AS_PLANNED = 1
-    PARKED = 2
-
-
 def run_attempt(spec: JobSpec, place: Place) -> Ending:
     """Trains until the end of the run, a planned stop, or a failure.
 
     Where nobody supervises the attempt, a failure that no restart mends is told to the recorder
     as the run's end. Else every failure is raised for the supervisor to judge, and what the
     worker has of the run is kept in its process (`survivor`).
-
-    Returns:
-        AS_PLANNED: done or interrupted. PARKED: the state is kept for the next group. FAILED: the
-        recorder knows why.
 
     Raises:
         PeerLostError: unsupervised: another worker went away for no known reason.
@@ -143,9 +132,9 @@ def run_attempt(spec: JobSpec, place: Place) -> Ending:
     place = replace(place, target=Patient(place.target))
     runner = _Attempt(spec, place, place.target.call("status"))
     failure: Failure | None = None
-    ended = False
+    ending = Ending.FAILED
     try:
-        ended = runner.run()
+        ending = runner.run()
     except (Exception, SystemExit) as error:  # told once, by the worker that met it
         if isinstance(error, PeerLostError) and not place.supervised:
             runner.close()
@@ -162,14 +151,12 @@ def run_attempt(spec: JobSpec, place: Place) -> Ending:
             runner.tell(failure)
         runner.close_link()
         if place.supervised:
-            runner.keep(failure, parked=failure is None and not ended)
+            runner.keep(failure, parked=ending is Ending.PARKED)
     finally:
         runner.close()
-    if failure is None:
-        return Ending.AS_PLANNED if ended else Ending.PARKED
-    if place.supervised:
+    if failure is not None and place.supervised:
         raise failure.to_error()
-    return Ending.FAILED
+    return ending
 
 
 class _Attempt:
@@ -189,8 +176,8 @@ class _Attempt:
         self._step = 0
         self._datasets: list[dict[str, Any]] = []
 
-    def run(self) -> bool:
-        """Trains; False when the workers parked."""
+    def run(self) -> Ending:
+        """Trains."""
         spec, place, peers = self._spec, self._place, self._peers
         numerics.pin(spec)
         device = place.devices[0]
@@ -223,6 +210,7 @@ class _Attempt:
             end_step=built.end_step,
             loader_processes=spec.loader_processes,
             pin_memory=device.type == "cuda",
+            left_out=saved.left_out,
         )
         self._re_enact(built, saved, resumption, replicas)
         resumption.keep(built, saved)
@@ -436,6 +424,7 @@ class _Attempt:
         if self._peers.world_rank == 0:
             info = {
                 "start_step": saved.step,
+                "num_rollbacks": saved.num_rollbacks,
                 "mode": self._place.mode,
                 "world_size": self._peers.world_size,
                 "numerics": fingerprint,

@@ -18,15 +18,30 @@ from torch import nn
 
 from samestep.engine.step import Reduced
 from samestep.errors import IncidentError
+from samestep.exact.ranges import StepRanges
 from samestep.incidents.detectors import Detectors, Finding
 from samestep.incidents.record import Incident
+from samestep.incidents.rollback import Rollback
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
-from samestep.spec_incidents import CONTINUE, SKIP, STOP, Policy
+from samestep.spec_incidents import CONTINUE, ROLLBACK, SKIP, STOP, Policy
 from samestep.telemetry.link import Target
 
 STATE_KEY: Final = "incidents"
 """Among a state's extras."""
+STRONGEST_FIRST: Final[tuple[Policy, ...]] = (STOP, ROLLBACK, SKIP, CONTINUE)
+
+
+class RolledBack(Exception):
+    """Ends the attempt without an error: the run goes on from before some steps.
+
+    Attributes:
+        rollback: from where.
+    """
+
+    def __init__(self, rollback: Rollback) -> None:
+        super().__init__(rollback)
+        self.rollback = rollback
 
 
 class Detection:
@@ -37,6 +52,8 @@ class Detection:
     Args:
         spec: the job.
         state: what `state` gave in the restored state; None at the start of a run.
+        left_out: steps whose batches are left out.
+        num_rollbacks: of the run so far.
         target: the recorder.
         attempt: the present one.
         tells: this worker tells the recorder.
@@ -47,6 +64,8 @@ class Detection:
         spec: JobSpec,
         *,
         state: Mapping[str, Any] | None,
+        left_out: StepRanges,
+        num_rollbacks: int,
         target: Target,
         attempt: int,
         tells: bool,
@@ -65,14 +84,31 @@ class Detection:
             state=kept.get("windows"),
         )
         self._num_skips = int(kept.get("num_skips", 0))
+        self._passed = StepRanges.of(kept.get("left_out", ()))
+        self._left_out = left_out
+        self._num_rollbacks = num_rollbacks
         self._target = target
         self._attempt = attempt
         self._tells = tells
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the state of the run must hold; plain values."""
-        return {STATE_KEY: {"windows": self._detectors.state, "num_skips": self._num_skips}}
+        """What the state of the run must hold; plain values.
+
+        `left_out` are the ranges of steps passed over so far, whoever decided it: by them a state
+        shows whether it is on the run's way (see `resume`).
+        """
+        return {
+            STATE_KEY: {
+                "windows": self._detectors.state,
+                "num_skips": self._num_skips,
+                "left_out": self._passed.to_json(),
+            }
+        }
+
+    def passes_over(self, step: int) -> bool:
+        """Whether the batch of a step is left out, before it is loaded."""
+        return step in self._left_out
 
     def leaves_out(self, step: int, reduced: Reduced, grad_norm: float, overflow: bool) -> bool:
         """Judges a step before its update.
@@ -88,20 +124,21 @@ class Detection:
 
         Raises:
             IncidentError: the run ends here, without the update.
+            RolledBack: it goes back, without the update.
         """
+        if self.passes_over(step):
+            self._passed = self._passed.with_step(step)
+            return True
         loss = None if reduced.is_empty else reduced.loss
         norm = None if reduced.is_empty else grad_norm
         found = self._detectors.judge(step=step, loss=loss, grad_norm=norm, overflow=overflow)
         policies = [self._policies[finding.kind] for finding in found]
-        skips = SKIP in policies and self._num_skips < self._settings.max_skips
-        stops = STOP in policies or (SKIP in policies and not skips)
         for finding, policy in zip(found, policies, strict=True):
             self._tell(finding, step, policy)
-        if stops:
-            raise IncidentError(self._why_stopped(found, policies, step), found[0].kind)
+        action = self._act(found, policies, step)
         self._detectors.take(loss=loss, grad_norm=norm, overflow=overflow)
-        self._num_skips += int(skips)
-        return skips
+        self._num_skips += int(action == SKIP)
+        return action == SKIP
 
     def look_at_weights(self, model: nn.Module, step: int) -> None:
         """After the update of a step: whether a weight is not finite, as often as the job says.
@@ -110,6 +147,7 @@ class Detection:
 
         Raises:
             IncidentError: one is not, and the job says to stop.
+            RolledBack: the job says to go back.
         """
         every = self._settings.weights_every
         if not every or (step + 1) % every:
@@ -125,8 +163,8 @@ class Detection:
         )
         policy = self._policies[finding.kind]
         self._tell(finding, step, policy)
-        if policy not in (CONTINUE, SKIP):
-            raise IncidentError(self._why_stopped([finding], [policy], step), finding.kind)
+        if policy != SKIP:
+            self._act([finding], [policy], step)
 
     def _tell(self, finding: Finding, step: int, policy: Policy) -> None:
         if not self._tells:
@@ -142,15 +180,39 @@ class Detection:
         )
         self._target.call("record_incident", self._attempt, incident.to_json())
 
-    def _why_stopped(self, found: list[Finding], policies: list[Policy], step: int) -> str:
+    def _act(self, found: list[Finding], policies: list[Policy], step: int) -> Policy:
+        """Does what the strongest of the policies says; `skip` and `continue` are returned."""
+        action = next((policy for policy in STRONGEST_FIRST if policy in policies), CONTINUE)
+        if action == CONTINUE:
+            return action
+        settings = self._settings
         told = "; ".join(finding.message for finding in found)
-        if STOP not in policies:
-            return (
-                f"{told}: {self._num_skips} steps were left out already, and incidents.max_skips "
-                f"is {self._settings.max_skips}"
+        kind = found[policies.index(action)].kind
+        to = max(0, step - settings.rollback_steps)
+        why = ""
+        if action == STOP:
+            why = f"incidents.{kind} is stop, so the run ends before the update of step {step}"
+        elif action == SKIP and self._num_skips >= settings.max_skips:
+            why = (
+                f"{self._num_skips} steps were left out already, and incidents.max_skips is "
+                f"{settings.max_skips}"
             )
-        kind = found[policies.index(STOP)].kind
-        return f"{told}: incidents.{kind} is stop, so the run ends before the update of step {step}"
+        elif action == ROLLBACK and self._left_out.covers(to, step + 1):
+            why = (
+                f"the run went back to before step {to} for this already, and that was not far "
+                f"enough: incidents.rollback_steps is {settings.rollback_steps}"
+            )
+        elif action == ROLLBACK and self._num_rollbacks >= settings.max_rollbacks:
+            why = (
+                f"the run went back {self._num_rollbacks} times already, and "
+                f"incidents.max_rollbacks is {settings.max_rollbacks}"
+            )
+        if why:
+            raise IncidentError(f"{told}: {why}", kind)
+        if action == ROLLBACK:
+            back = Rollback(to=to, until=step + 1, attempt=self._attempt, message=told)
+            raise RolledBack(back)
+        return action
 
 
 def _not_finite(model: nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from samestep.engine.batch import Signature, check_batch, check_ranges, signature, to_device
 from samestep.errors import PeerLostError, UserCodeError, WorkloadError
 from samestep.exact.order import Order, ShardPlan
+from samestep.exact.ranges import NONE, StepRanges
 from samestep.exact.seeds import Purpose, seed_everything
 from samestep.workload import Workload, advice_for
 
@@ -95,6 +96,7 @@ class Feed:
         end_step: one past the last.
         loader_processes: processes that load; 0 loads in the main process.
         pin_memory: for copies to a GPU.
+        left_out: steps whose batches nobody asks for.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Feed:
         end_step: int,
         loader_processes: int,
         pin_memory: bool,
+        left_out: StepRanges = NONE,
     ) -> None:
         self.fetcher = Fetcher(workload, dataset, seed)
         self._workload = workload
@@ -118,7 +121,7 @@ class Feed:
             loader: DataLoader[Any] = DataLoader(
                 self.fetcher,
                 batch_size=None,
-                sampler=_Plans(order, turns, start_step, end_step),
+                sampler=_Plans(order, turns, range(start_step, end_step), left_out),
                 num_workers=loader_processes,
                 collate_fn=_as_it_is,
                 pin_memory=pin_memory,
@@ -201,11 +204,15 @@ def _forked(loader: DataLoader[Fetched]) -> Iterator[Fetched]:
 class _Plans:
     """The plans of this process's shards, lazily, over steps and epochs."""
 
-    def __init__(self, order: Order, turns: Sequence[int], start: int, stop: int) -> None:
-        self._order, self._turns, self._steps = order, turns, range(start, stop)
+    def __init__(
+        self, order: Order, turns: Sequence[int], steps: range, left_out: StepRanges
+    ) -> None:
+        self._order, self._turns, self._steps, self._left_out = order, turns, steps, left_out
 
     def __iter__(self) -> Iterator[ShardPlan]:
         for step in self._steps:
+            if step in self._left_out:
+                continue
             plans = self._order.shards_of(step)
             yield from (plans[shard] for shard in self._turns if plans[shard].ids)
 

@@ -15,13 +15,15 @@ from samestep.checkpoint.reading import load_weights
 from samestep.checkpoint.storage import Storage
 from samestep.engine import devices
 from samestep.engine.appraisal import Appraisal
-from samestep.engine.detection import Detection
+from samestep.engine.detection import Detection, RolledBack
 from samestep.engine.ema import averages_in
+from samestep.engine.ending import Ending
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.flag import Flag
 from samestep.engine.hooks import Hooks
 from samestep.engine.keeping import SAVE_FLAG, Keeping
+from samestep.engine.passing import pass_over
 from samestep.engine.peers import Peers
 from samestep.engine.recording import Recording, step_record, values_of
 from samestep.engine.resume import Saved
@@ -31,7 +33,9 @@ from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
 from samestep.engine.update import apply_update
 from samestep.errors import ExitStatus, PeerLostError
 from samestep.exact import numerics
+from samestep.exact.order import ShardPlan
 from samestep.faults.progress import Phase, Progress
+from samestep.incidents.rollback import Rollback
 from samestep.names import Activity, Event
 from samestep.spec import JobSpec
 from samestep.telemetry.finished import Finished
@@ -44,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 LAST_SAVE_S = 10.0
 """How long a save under way is waited for when training ends with an error."""
+FLUSH_S = 60.0
 
 
 class Loop:
@@ -116,7 +121,13 @@ class Loop:
         )
         self._flag = 0
         self._detection = Detection(
-            spec, state=start.detection, target=target, attempt=attempt, tells=link is not None
+            spec,
+            state=start.detection,
+            left_out=start.left_out,
+            num_rollbacks=start.num_rollbacks,
+            target=target,
+            attempt=attempt,
+            tells=link is not None,
         )
         self._keeping = Keeping(
             spec=spec,
@@ -135,15 +146,17 @@ class Loop:
         model = built.parts.model
         self._touched = [*model.parameters(), *model.buffers()] if has_own else []
 
-    def train(self) -> bool:
+    def train(self) -> Ending:
         """Takes steps; ends with a checkpoint and the run's result at the recorder.
 
-        Returns:
-            False when the workers parked instead: the run goes on in another group.
+        Or else the workers park, or the run goes back: it then goes on in another attempt.
         """
+        back: Rollback | None = None
         try:
             with self._reporter:
                 ended = self._train()
+        except RolledBack as found:
+            back = found.rollback
         except PeerLostError:
             # Its part will not come. What lies in shared memory is for the next attempt.
             self._keeping.close(wait_s=0, keep_images=True)
@@ -151,8 +164,12 @@ class Loop:
         except BaseException:
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
             raise
+        if back is not None:
+            self._keeping.close(wait_s=LAST_SAVE_S, keep_images=True)
+            self._go_back(back)
+            return Ending.ROLLED_BACK
         self._keeping.close(wait_s=0 if ended else LAST_SAVE_S, keep_images=not ended)
-        return ended
+        return Ending.AS_PLANNED if ended else Ending.PARKED
 
     def _train(self) -> bool:
         with self._timesheet.on(Activity.CHECKPOINT):
@@ -176,6 +193,15 @@ class Loop:
         # Nobody leaves before the end is written: a worker that is gone looks like a fault.
         self._peers.gather("end")()
         return True
+
+    def _go_back(self, rollback: Rollback) -> None:
+        """The decision, which every worker has taken, is entered before any of them goes on."""
+        self._whole = False  # what this worker has is past the steps that stay
+        if self._link is not None:
+            self._link.flush(FLUSH_S)
+            self._recording.require_current()
+            self._target.call("roll_back", self._attempt, rollback.to_json())
+        self._peers.gather("rolled back")()
 
     def held(self, run_uri: str) -> Held | None:
         """What this worker has of the run when the attempt breaks off; None: nothing whole."""
@@ -294,15 +320,8 @@ class Loop:
         if not self._begun:
             self._before_step()
         plans = built.order.shards_of(step)
-        self._computing = True
-        reduced = self._engine.compute(
-            step,
-            plans,
-            self._take,
-            self._wanted(),
-            self._recording.delivered,
-            take_apart=self._feed.take_apart,
-        )
+        passes_over = self._detection.passes_over(step)
+        reduced = self._pass_over() if passes_over else self._compute(step, plans)
         self._progress.at(Phase.UPDATE, step=step)
         self._keeping.after_exchange()
         self._computing = self._whole = False  # only an update that is through gives a whole state
@@ -315,7 +334,7 @@ class Loop:
             schedule_due=self._schedule_due(step + 1),
             leaves_out=partial(self._detection.leaves_out, step, reduced),
         )
-        if updated.skipped:
+        if updated.skipped and not passes_over:
             self._engine.main.keeper.undo_step()
         self._engine.sync_replicas()
         self._step, self._stage, self._begun = step + 1, Stage.UPDATED, False
@@ -336,6 +355,25 @@ class Loop:
         self._detection.look_at_weights(built.parts.model, step)
         self._flag = reduced.flag
         return Flag(reduced.flag % SAVE_FLAG)
+
+    def _compute(self, step: int, plans: list[ShardPlan]) -> Reduced:
+        self._computing = True
+        return self._engine.compute(
+            step,
+            plans,
+            self._take,
+            self._wanted(),
+            self._recording.delivered,
+            take_apart=self._feed.take_apart,
+        )
+
+    def _pass_over(self) -> Reduced:
+        return pass_over(
+            self._peers,
+            shards=self._spec.shards,
+            flag=self._wanted(),
+            delivered=self._recording.delivered,
+        )
 
     def _before_step(self) -> None:
         self._progress.at(Phase.BEFORE_STEP, step=self._step)

@@ -12,24 +12,26 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from samestep.checkpoint import snapshot
 from samestep.checkpoint.committed import best_of, committed_digest, list_checkpoints
 from samestep.checkpoint.ranking import Ranking
-from samestep.checkpoint.reading import load_checkpoint, newest_whole, set_aside
+from samestep.checkpoint.reading import Damaged, Loaded, load_checkpoint, newest_whole, set_aside
 from samestep.checkpoint.state import State, restore
 from samestep.checkpoint.storage import Storage
 from samestep.engine import survivor
 from samestep.engine.appraisal import Best
 from samestep.engine.detection import STATE_KEY
 from samestep.engine.handover import hand_over
+from samestep.engine.offers import Choice, Offer, Source, Way, choose, left_out_before
 from samestep.engine.peers import Peers
 from samestep.engine.setup import Built
 from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
 from samestep.errors import CheckpointError, PeerLostError, RunConflictError, SamestepError
+from samestep.exact.ranges import NONE, StepRanges
 from samestep.incidents.record import Incident
+from samestep.incidents.rollback import Rollback
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.link import Target
@@ -37,61 +39,6 @@ from samestep.telemetry.link import Target
 logger = logging.getLogger(__name__)
 
 SETTLED = Rest(stage=Stage.SETTLED, begun=False)
-
-
-class Source(StrEnum):
-    """Where a state comes from; of equally new ones the first is taken."""
-
-    SURVIVOR = "survivor"
-    SNAPSHOT = "snapshot"
-    CHECKPOINT = "checkpoint"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """A state that a worker could give.
-
-    Attributes:
-        kind: where it lies.
-        step: steps taken before it.
-        stage: what is done after the last of them.
-        attempt: the attempt it comes from; 0 where that does not matter.
-    """
-
-    kind: Source
-    step: int
-    stage: int = Stage.SETTLED
-    attempt: int = 0
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """The greatest is taken."""
-        return self.step, self.stage, -list(Source).index(self.kind)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What all workers start from.
-
-    Attributes:
-        offer: the state; None: there is none, the run starts at step 0.
-        holders: ranks of the workers that offer it.
-    """
-
-    offer: Offer | None
-    holders: tuple[int, ...] = ()
-
-
-def choose(offers: Sequence[Sequence[Offer]]) -> Choice:
-    """The newest state of all that the workers (by rank) offer."""
-    everything = [offer for mine in offers for offer in mine]
-    if not everything:
-        return Choice(offer=None)
-    best = max(everything, key=lambda offer: offer.rank)
-    holders = [
-        rank for rank, mine in enumerate(offers) if any(offer.rank == best.rank for offer in mine)
-    ]
-    return Choice(offer=best, holders=tuple(holders))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +53,8 @@ class Saved:
         early_stop: the count of evaluations without improvement, as the state has it.
         detection: what steps are judged by, as the state has it.
         rest: where between two updates the state was taken.
+        left_out: steps whose batches the run leaves out, before and after it.
+        num_rollbacks: of the run so far.
     """
 
     step: int
@@ -115,6 +64,8 @@ class Saved:
     early_stop: Mapping[str, Any] | None = None
     detection: Mapping[str, Any] | None = None
     rest: Rest = field(default=SETTLED)
+    left_out: StepRanges = NONE
+    num_rollbacks: int = 0
 
 
 class Resumption:
@@ -125,7 +76,7 @@ class Resumption:
         run: the run directory.
         peers: the other workers.
         target: the run's recorder, told of damaged checkpoints.
-        status: of the recorder: its present attempt, and the steps in its ledger.
+        status: of the recorder: its present attempt, the steps in its ledger, the run's rollbacks.
     """
 
     def __init__(
@@ -143,6 +94,7 @@ class Resumption:
         self._target = target
         self._attempt = int(status["attempt"])
         num_steps = int(status["step"])
+        self._way = self._way_by(status["rollbacks"])
         self._held = self._usable(survivor.held(run.uri), num_steps)
         self._held_in = Source.SURVIVOR
         if self._held is None:
@@ -163,9 +115,16 @@ class Resumption:
             CheckpointError: none is whole.
             PeerLostError: another worker could not do its part.
         """
-        everyone = self._told({"offers": [vars(offer) for offer in self._offers()]})
-        offers = [[_offer(data) for data in told["offers"]] for told in everyone]
-        self._choice = choose(offers)
+        rollbacks = [each.to_json() for each in self._way.rollbacks]
+        message = {"offers": [each.to_json() for each in self._offers()], "rollbacks": rollbacks}
+        everyone = self._told(message)
+        # One that comes in just now is known to some only: worker 0's word counts, and the
+        # recorder takes no attempt that does not know the last.
+        self._way = self._way_by(everyone[0]["rollbacks"])
+        offers = [list(map(Offer.from_json, told["offers"])) for told in everyone]
+        self._choice = choose(
+            [[each for each in mine if self._way.holds(each, self._attempt)] for mine in offers]
+        )
         if self._choice.offer is None or self._choice.offer.kind is Source.CHECKPOINT:
             self._choose_checkpoint()
             return
@@ -192,8 +151,11 @@ class Resumption:
             RunConflictError: the data is another than the state's.
         """
         offer = self._choice.offer
+        left_out, num_rollbacks = self._way.left_out, len(self._way.rollbacks)
         if offer is None:
-            return Saved(step=0, nominal_weight=None)
+            return Saved(
+                step=0, nominal_weight=None, left_out=left_out, num_rollbacks=num_rollbacks
+            )
         digest: str | None = None
         if offer.kind is not Source.CHECKPOINT:
             own = self._held.state if self._holds_choice and self._held is not None else None
@@ -229,6 +191,8 @@ class Resumption:
             early_stop=extras.get("early_stop"),
             detection=extras.get(STATE_KEY),
             rest=rest,
+            left_out=left_out,
+            num_rollbacks=num_rollbacks,
         )
 
     def restore_again(self, built: Built) -> None:
@@ -252,14 +216,18 @@ class Resumption:
         """Lets go of states once they are in the objects."""
         self._held = self._loaded = self._restored = None
 
+    def _way_by(self, rollbacks: Sequence[Mapping[str, Any]]) -> Way:
+        return Way(self._spec.incidents.leave_out, [Rollback.from_json(each) for each in rollbacks])
+
     def _usable(self, held: Held | None, num_steps: int) -> Held | None:
         """What is held, unless others have gone on from elsewhere while the ledger lacks steps.
 
         Records of the present attempt can still be delivered; those of an earlier one can't.
         """
-        if held is not None and held.attempt != self._attempt and held.state.step > num_steps:
+        if held is None or (held.attempt != self._attempt and held.state.step > num_steps):
             return None
-        return held
+        offer = Offer.of(held, Source.SURVIVOR)
+        return held if self._way.holds(offer, self._attempt) else None
 
     def _from_snapshot(self) -> Held | None:
         """The newest snapshot in this node's shared memory, as if this process had held it."""
@@ -272,6 +240,8 @@ class Resumption:
             if loaded.attempt > self._attempt:
                 continue  # of a run of this name that was started over since
             loaded.state.extras[HELD_KEY] = SETTLED.to_extras()
+            if not self._way.fits(step, left_out_before(loaded.state)):
+                continue  # of steps that were taken back
             return Held(
                 run_uri=self._run.uri,
                 attempt=loaded.attempt,
@@ -293,14 +263,13 @@ class Resumption:
     def _offers(self) -> list[Offer]:
         offers = []
         if self._held is not None:
-            step, stage = self._held.age
-            offers.append(
-                Offer(kind=self._held_in, step=step, stage=stage, attempt=self._held.attempt)
-            )
+            offers.append(Offer.of(self._held, self._held_in))
         if self._peers.world_rank == 0:
-            steps = [info.step for info in list_checkpoints(self._run) if info.whole]
-            if steps:
-                offers.append(Offer(kind=Source.CHECKPOINT, step=max(steps)))
+            offers += [
+                Offer(kind=Source.CHECKPOINT, step=info.step)
+                for info in list_checkpoints(self._run)
+                if info.whole
+            ]
         return offers
 
     def _told(
@@ -367,7 +336,7 @@ class Resumption:
         return (best.step, score) if best is not None and score is not None else None
 
     def _newest(self) -> tuple[State, str] | None:
-        found, rejected = newest_whole(self._run)
+        found, rejected = self._newest_on_the_way()
         # One whose writer was killed has no manifest: it never was a checkpoint.
         damaged = [item for item in rejected if not item.unfinished]
         lines = []
@@ -391,6 +360,11 @@ class Resumption:
             )
         return (found.state, found.manifest.digest) if found else None
 
-
-def _offer(data: Mapping[str, Any]) -> Offer:
-    return Offer(**{**data, "kind": Source(data["kind"])})
+    def _newest_on_the_way(self) -> tuple[Loaded | None, list[Damaged]]:
+        """The newest whole checkpoint that is no remains of steps which were taken back."""
+        offer = self._choice.offer
+        found, rejected = newest_whole(self._run, None if offer is None else offer.step)
+        while found is not None and not self._way.fits(found.step, left_out_before(found.state)):
+            found, more = newest_whole(self._run, found.step - 1)
+            rejected += more
+        return found, rejected

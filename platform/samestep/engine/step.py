@@ -5,7 +5,6 @@ A mode only decides which replicas a process has and how sums meet; everything e
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.engine.audit import Digests, Task, differing, judged, plan_audit
+from samestep.engine import auditor
 from samestep.engine.buckets import Buckets, layout_buckets, trainable, trainable_digest
 from samestep.engine.buffers import BufferKeeper
 from samestep.engine.collective import Collective
@@ -23,7 +22,6 @@ from samestep.engine.pairwise import Pairwise
 from samestep.engine.peers import Peers
 from samestep.engine.shard import ShardResult, forward_shard, in_user_code
 from samestep.errors import (
-    CorruptionError,
     DivergenceError,
     NotExactError,
     PeerLostError,
@@ -107,10 +105,10 @@ class StepEngine:
         progress: Progress | None = None,
     ) -> None:
         self._progress = progress or Progress()
-        self._spec = spec
+        self.spec = spec
         self._workload = workload
         self.replicas = replicas
-        self._peers = peers
+        self.peers = peers
         self._group = group
         self._scale = scale
         self._delivered = 0
@@ -168,16 +166,14 @@ class StepEngine:
             self._build()
             # Buckets of other sizes would break the connection: nobody sends one before all have
             # the same. A worker that froze nothing meets this message in its own small talk.
-            self._checked(self._peers.gather(self._message(plans, flag, {}))(), step)
-        audit, audited = self._plan_audit(step, plans), dict[str, str]()
-        if audit is not None and audit.auditor[0] == self._peers.world_rank:
+            self._checked(self.peers.gather(self._message(plans, flag, {}))(), step)
+        audit, audited = auditor.plan(self, step, plans), dict[str, str]()
+        if audit is not None and audit.auditor[0] == self.peers.world_rank:
             # Before the step's own shards: the buffers are free, so no others are needed.
             try:
-                audited = dict(
-                    self._apart(self.replicas[audit.auditor[1]], audit, plans, take_apart)
-                )
+                audited = dict(auditor.compute_apart(self, audit, plans, take_apart))
             except Exception as error:
-                self._peers.gather({"error": f"{type(error).__name__}: {error}"})()
+                self.peers.gather({"error": f"{type(error).__name__}: {error}"})()
                 raise
         self.exchange.post()
         versions = [_versions(replica.model) for replica in self.replicas]
@@ -198,15 +194,15 @@ class StepEngine:
             replica.buckets.start_shard()
             try:
                 if plans[shard].ids:
-                    result = self._forward(replica, plans[shard], take, results)
+                    result = self.forward(replica, plans[shard], take, results)
             except Exception as error:
                 # The others are waiting for the small talk: they learn of it there.
-                self._peers.gather({"error": f"{type(error).__name__}: {error}"})()
+                self.peers.gather({"error": f"{type(error).__name__}: {error}"})()
                 raise
             if number + 1 == len(turns):
-                talk = self._peers.gather(self._message(plans, flag, results))
+                talk = self.peers.gather(self._message(plans, flag, results))
             if result is not None and result.weight > 0:
-                self._backward(replica, result, step, shard)
+                self.backward(replica, result, step, shard)
             replica.buckets.end_shard()
         for replica, before in zip(self.replicas, versions, strict=True):
             _refuse_changed(replica.model, before, step)
@@ -215,93 +211,23 @@ class StepEngine:
         self._progress.at(Phase.EXCHANGE, step=step)
         reduced = self._reduce(step, self._checked(talk(), step))
         if audit is not None:
-            self._compare(audit, audited, plans, take_apart)
+            auditor.compare(self, audit, audited, plans, take_apart)
         return reduced
 
-    def _plan_audit(self, step: int, plans: list[ShardPlan]) -> Task | None:
-        task = plan_audit(
-            self._spec,
-            step,
-            [len(plan.ids) for plan in plans],
-            world_size=self._peers.world_size,
-            replicas=[replica.shards for replica in self.replicas],
-            pairs_in_place=self._pairs_in_place,
-        )
-        for number, replica in enumerate(self.replicas):
-            is_owner = task is not None and task.owner == (self._peers.world_rank, number)
-            replica.buckets.watch(replica.shards.index(task.shard) if task and is_owner else None)
-        return task
-
-    def _apart(
-        self, replica: Replica, task: Task, plans: list[ShardPlan], take: TakeBatch
-    ) -> Digests:
-        """Computes the audited gradients beside the step, in the active buffers; no trace is left.
-
-        To be called while these hold nothing that is needed.
-        """
-        replica.buckets.start_step()
-        replica.keeper.start_step()
-        try:
-            for number, shard in enumerate(task.computed):
-                replica.buckets.start_apart(on_top=number > 0)
-                result = self._forward(replica, plans[shard], take, {})
-                if result.weight > 0:
-                    self._backward(replica, result, task.step, shard, dry=True)
-                replica.buckets.end_apart()
-            return replica.buckets.leaf_digests()
-        finally:
-            replica.keeper.rewind()
-
-    def _compare(
-        self, task: Task, audited: Digests, plans: list[ShardPlan], take: TakeBatch
-    ) -> None:
-        """Compares the audited gradients; the exchange of the step is over, its update is not.
-
-        Raises:
-            CorruptionError: they differ; tells which worker was wrong, where that can be told.
-        """
-        rank = self._peers.world_rank
-        owned: Digests = {}
-        if task.owner[0] == rank:
-            owned = self.replicas[task.owner[1]].buckets.seen
-        everyone = self._peers.gather([owned, audited, os.uname().nodename])()
-        owned, audited = everyone[task.owner[0]][0], everyone[task.auditor[0]][1]
-        parameter = differing(owned, audited)
-        if parameter is None:
-            return
-        for replica in self.replicas:
-            replica.keeper.undo_step()  # the step will not be applied
-        again = self._apart(self.replicas[task.auditor[1]], task, plans, take)
-        finding = judged(task, parameter, owned, audited, self._peers.gather(again)())
-        raise CorruptionError(
-            finding.describe([host for _, _, host in everyone]),
-            {
-                "culprit": finding.culprit,
-                "host": "" if finding.culprit is None else everyone[finding.culprit][2],
-                "parameter": finding.parameter,
-                "shard": task.shard,
-                "owner": task.owner[0],
-                "auditor": task.auditor[0],
-                "digests": list(finding.digests),
-                "repeats": list(finding.repeats),
-                "transient": finding.is_transient,
-                "policy": self._spec.incidents.audit,
-            },
-        )
-
-    def _forward(
+    def forward(
         self,
         replica: Replica,
         plan: ShardPlan,
         take: TakeBatch,
         results: dict[int, ShardResult],
     ) -> ShardResult:
+        """Forward of one shard, and what is kept of its buffers; `results` are those before it."""
         self._progress.at(Phase.DATA, step=plan.step, shard=plan.shard)
         batch = take(plan, replica.device)
         self._progress.at(Phase.FORWARD, step=plan.step, shard=plan.shard)
         replica.keeper.start_shard()
         result = forward_shard(
-            self._spec,
+            self.spec,
             self._workload,
             replica.loss_of,
             batch,
@@ -322,9 +248,10 @@ class StepEngine:
         results[plan.shard] = result
         return result
 
-    def _backward(
+    def backward(
         self, replica: Replica, result: ShardResult, step: int, shard: int, *, dry: bool = False
     ) -> None:
+        """Backward of a shard into the buckets; `dry` completes none of them."""
         self._progress.at(Phase.BACKWARD, step=step, shard=shard)
         # Equal shards multiply by exactly 1, and fp16 does not overflow.
         leaf = self._scale(result.loss * (result.weight / self.nominal_weight))
@@ -367,7 +294,7 @@ class StepEngine:
         return messages
 
     def _reduce(self, step: int, messages: list[dict[str, Any]]) -> Reduced:
-        spec = self._spec
+        spec = self.spec
         losses: list[float | None] = [None] * spec.shards
         weights = [0.0] * spec.shards
         metrics: dict[str, list[tuple[float, float]]] = {}
@@ -404,13 +331,13 @@ class StepEngine:
             return
         owner = next(
             rank
-            for rank in range(self._peers.world_size)
-            if first in shard_range(self._spec.shards, self._peers.world_size, rank)
+            for rank in range(self.peers.world_size)
+            if first in shard_range(self.spec.shards, self.peers.world_size, rank)
         )
         for replica in self.replicas[1:]:
             if first in replica.shards:
                 self.main.keeper.take_over(replica.keeper)
-        self.main.keeper.end_step(self._peers, owner)
+        self.main.keeper.end_step(self.peers, owner)
 
     def rewind(self) -> bool:
         """After a failure within `compute`: makes the main replica's state that before the step.
@@ -449,7 +376,7 @@ class StepEngine:
             replica.buckets.start_shard()
             before = live_digest(dict(replica.model.named_parameters()))
             try:
-                result = self._forward(replica, plan, take, {})
+                result = self.forward(replica, plan, take, {})
                 in_user_code(
                     lambda r=replica, leaf=result.loss: r.buckets.backward(leaf, dry=True),  # type: ignore[misc]
                     "backward of the canary (step 0, shard 0)",
@@ -476,7 +403,7 @@ class StepEngine:
         return tuple(p.requires_grad for p in (model or self.main.model).parameters())
 
     def _build(self) -> None:
-        spec, world_size = self._spec, self._peers.world_size
+        spec, world_size = self.spec, self.peers.world_size
         reduce_dtype = torch.float32 if spec.reduce_dtype else None
         self._trainable_flags = self._flags()
         for replica in self.replicas:
@@ -490,7 +417,7 @@ class StepEngine:
             converts = reduce_dtype is not None and any(
                 p.dtype != reduce_dtype for _, p in parameters
             )
-            self._pairs_in_place = not converts
+            self.pairs_in_place = not converts
             replica.buckets = Buckets(
                 parameters,
                 layouts,

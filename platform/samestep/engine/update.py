@@ -1,10 +1,10 @@
 """The update: unscaling, clipping, optimizer, averages, scheduler; on every worker, no talking.
 
 What happens on a step that is left out (no weight, an overflow under loss scaling, an incident with
-policy skip) is defined here once. The optimizer does not act; weights, their averages and the
-buffers are as before the step, so that no NaN stays in BatchNorm's running mean. The scheduler and
-the position go on, hooks are called (`Values.skipped`), and the scaler does as torch's GradScaler
-does: it backs off where the gradient was not finite.
+policy skip, a batch that is passed over) is defined here once. The optimizer does not act; weights,
+their averages and the buffers are as before the step, so that no NaN stays in BatchNorm's running
+mean. The scheduler and the position go on, hooks are called (`Values.skipped`), and the scaler does
+as torch's GradScaler does: it backs off where the gradient was not finite.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def live_digest(tensors: Mapping[str, Tensor]) -> str:
 
 def short_digest(tensor: Tensor) -> str:
     """xxh3-64 (16 hex digits) of a tensor's elements in C order; shape and dtype don't count."""
-    return xxhash.xxh3_64(tensor_bytes(tensor)).hexdigest()
+    return xxhash.xxh3_64(tensor_bytes(tensor).data).hexdigest()
 
 
 def sha256_state(tensors: Mapping[str, Tensor], values_json: str) -> str:

@@ -10,12 +10,15 @@ from samestep.checkpoint.committed import CheckpointInfo, best_of, list_checkpoi
 from samestep.checkpoint.storage import Storage
 from samestep.exact.digest import canonical_float_hex
 from samestep.incidents.record import Incident, list_incidents
+from samestep.incidents.rollback import Rollback
 from samestep.names import DIED, Event, RunState
 from samestep.spec import JobSpec
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.lease import Holder, holder
 from samestep.telemetry.past import Attempt, Past, read_past
 from samestep.telemetry.records import StepRecord
+
+FORKED = "forked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +28,8 @@ class RunSummary:
     Attributes:
         uri: the run directory.
         spec: its job.
-        status: starting, running, done, interrupted, failed; or died: it has no result, and
-            nobody holds its lease.
+        status: starting, running, done, interrupted, failed; or forked: nobody has trained it
+            yet; or died: it has no result, and nobody holds its lease.
         holder: who holds the lease, where somebody does.
         result: what `result.json` says, None without one.
         attempts: in order.
@@ -35,6 +38,8 @@ class RunSummary:
         num_redone: steps that were taken again.
         last: record of the last step.
         evaluation: the last one: `step`, `metrics` and `samples`.
+        fork: where it comes from: `step` and the fields of the event; None: from nowhere.
+        rollbacks: in order.
         incidents: in order of time.
         recoveries: how long training stood still for faults and resizes, in order: `attempt`,
             `step` and the fields of the event.
@@ -53,6 +58,8 @@ class RunSummary:
     num_redone: int
     last: StepRecord | None
     evaluation: dict[str, Any] | None
+    fork: dict[str, Any] | None
+    rollbacks: tuple[Rollback, ...]
     incidents: tuple[Incident, ...]
     recoveries: tuple[dict[str, Any], ...]
     checkpoints: tuple[CheckpointInfo, ...]
@@ -83,6 +90,8 @@ class RunSummary:
             "loss": self.last.loss if self.last else None,
             "metrics": dict(self.last.metrics) if self.last else {},
             "evaluation": self.evaluation,
+            "fork": self.fork,
+            "rollbacks": [rollback.to_json() for rollback in self.rollbacks],
             "attempts": [_attempt_json(attempt) for attempt in self.attempts],
             "incidents": [incident.to_json() for incident in self.incidents],
             "recoveries": list(self.recoveries),
@@ -115,10 +124,12 @@ def summarize(run: Storage) -> RunSummary:
     held = present if present is not None and present.alive else None
     result = read_result(run)
     attempts = past.attempts
+    fork = past.last_events.get(Event.FORKED)
+    status = status_of(held, result, has_begun=bool(attempts))
     return RunSummary(
         uri=run.uri,
         spec=spec,
-        status=status_of(held, result, has_begun=bool(attempts)),
+        status=FORKED if fork and status == DIED and not attempts else status,
         holder=held,
         result=result,
         attempts=tuple(attempts),
@@ -127,6 +138,8 @@ def summarize(run: Storage) -> RunSummary:
         num_redone=past.num_redone,
         last=past.last_step,
         evaluation=_evaluation(past),
+        fork=None if fork is None else {"step": fork.step, **fork.fields},
+        rollbacks=tuple(past.rollbacks),
         incidents=tuple(list_incidents(run)),
         recoveries=tuple(
             {"attempt": event.attempt, "step": event.step, **event.fields}

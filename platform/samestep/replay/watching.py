@@ -54,6 +54,11 @@ class Curve:
             self.points = [_mean(pair) for pair in pairs]
             self._stride *= 2
 
+    def take_back(self, step: int) -> None:
+        """The values of this step and of later ones do not count."""
+        self.points = [point for point in self.points if point[0] < step]
+        self._pending = [point for point in self._pending if point[0] < step]
+
     @property
     def all_points(self) -> list[tuple[int, float]]:
         """Those of the steps that are not yet as many as the others stand for, too."""
@@ -96,6 +101,7 @@ class Watching:
         self.total_steps: int | None = None
         self.evaluation: tuple[int, dict[str, float]] | None = None
         self.attempt = self.num_workers = self.num_redone = self.num_incidents = 0
+        self._num_steps = 0
         self.mode = ""
         self.last_checkpoint: tuple[int, float] | None = None
         self.events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
@@ -103,7 +109,7 @@ class Watching:
     @property
     def num_steps(self) -> int:
         """Steps taken."""
-        return self.last.step + 1 if self.last is not None else 0
+        return self._num_steps
 
     @property
     def is_over(self) -> bool:
@@ -154,7 +160,7 @@ class Watching:
     def _add_step(self, record: StepRecord) -> None:
         if record.step >= self.num_steps:
             self.losses.add(record.step, record.loss)
-        self.last = record
+        self.last, self._num_steps = record, record.step + 1
         if record.time is None:
             return
         if self._arrivals and self._arrivals[-1][0] == record.time:  # came with the same message
@@ -182,6 +188,9 @@ class Watching:
                 self.evaluation = event.step, dict(fields.get("metrics", {}))
             case Event.CHECKPOINT_COMMITTED:
                 self.last_checkpoint = event.step, event.time
+            case Event.ROLLED_BACK:
+                self._num_steps = min(self._num_steps, event.step)
+                self.losses.take_back(event.step)
             case Event.INCIDENT:
                 self.num_incidents += 1
             case _:

@@ -7,7 +7,8 @@ nobody ran the run (after its end, or after its driver died) is not part of it.
 
 Steps that an attempt takes again leave no lines: they are what lies between the attempt's beginning
 and its first new step. What an attempt leaves at its end without a step to show for it is idle
-(a fault, and the time to notice it).
+(a fault, and the time to notice it). Steps that a rollback takes back were kept until then, and
+stay so here: what is counted never gets less.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class Accounting:
             case Event.ATTEMPT_ENDED if self._attempt is not None:
                 if not record.fields.get(NOTICED_LATE):
                     self._attempt.ended_s = record.time
+            case Event.ROLLED_BACK:
+                self._num_steps = min(self._num_steps, record.step)
             case Event.FINISHED:
                 self._finish(record)
             case _:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from samestep.incidents.rollback import Rollback
 from samestep.names import Event, RunState
 from samestep.telemetry.past import Past
 from samestep.telemetry.records import EventRecord, StepRecord
@@ -48,6 +49,7 @@ class Board:
             "evaluation": None,
             "last_checkpoint": None,
             "incidents": 0,
+            "rollbacks": [],
             "redone": 0,
             "stop": None,
             "mlflow": None,
@@ -77,6 +79,7 @@ class Board:
             if kind in past.last_events:
                 self._show_event(past.last_events[kind])
         self._values["incidents"] = past.num_incidents
+        self._values["rollbacks"] = [rollback.to_json() for rollback in past.rollbacks]
         self._values["redone"] = past.num_redone
 
     def set(self, **values: Any) -> None:
@@ -179,8 +182,19 @@ class Board:
                 }
             case Event.CHECKPOINT_COMMITTED:
                 self._values["last_checkpoint"] = {"step": event.step, "time": event.time}
+            case Event.ROLLED_BACK:
+                self._show_rollback(event)
             case _:
                 pass
+
+    def _show_rollback(self, event: EventRecord) -> None:
+        rollback = Rollback.from_json({**event.fields, "attempt": event.attempt})
+        values = self._values
+        values["rollbacks"] = [*values["rollbacks"], rollback.to_json()]
+        values["step"] = min(values["step"], event.step)
+        for name in ("evaluation", "last_checkpoint"):
+            if values[name] is not None and values[name]["step"] > event.step:
+                values[name] = None
 
 
 def describe(event: EventRecord) -> str:
@@ -210,6 +224,11 @@ def describe(event: EventRecord) -> str:
             return f"the bits depend on placement: {'; '.join(fields.get('differences', []))}"
         case Event.RECOVERED:
             return describe_recovery(fields)
+        case Event.ROLLED_BACK:
+            rollback = Rollback.from_json({**fields, "attempt": event.attempt})
+            return f"{rollback.describe()} ({rollback.message})"
+        case Event.FORKED:
+            return f"forked from {fields.get('parent')} after {event.step} steps"
         case Event.INCIDENT:
             return f"incident {fields.get('id')}: {fields.get('message')}"
         case Event.MESSAGE:

@@ -3,7 +3,8 @@
 `ledger/00000001.jsonl`, ... Each writer opens a segment of its own after the highest one, so a
 line that a dying writer left half-written is always the last of its segment. On storage that
 can't append, every append is a segment. The first line of a segment says its format. A step may
-have two lines, when it was taken again under other numerics: the later one counts.
+have two lines, when it was taken again under other numerics: the later one counts. A rollback takes
+back the lines before it of all steps but the first so many: what comes behind it counts instead.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ FORMAT: Final = 1
 HEADER: Final = "ledger"
 MAX_SEGMENT_BYTES: Final = 32 * 2**20
 """A longer segment is followed by a new one: readers hold one at a time in memory."""
+
+TAKEN_BACK: Final = (Event.EVALUATION, Event.CHECKPOINT_COMMITTED)
+"""Events about a state: with its steps they are taken back by a rollback."""
 
 RESTORE: Final = "restore the file from a copy, or start the run over under another name"
 
@@ -97,11 +101,11 @@ def read_ledger(
     *,
     on_torn: Callable[[str], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the lines in the order of writing, headers left out.
+    """Yields the lines in the order of writing, headers left out, those taken back included.
 
     Args:
         run: the run directory.
-        from_step: leave out the lines of earlier steps.
+        from_step: leave out the lines of earlier steps, but for rollbacks.
         on_torn: told of each segment whose last line is cut off; default: a log line.
 
     Raises:
@@ -119,25 +123,47 @@ def read_ledger(
                         f"{record['step']}, but no line has step {num_steps}; {RESTORE}"
                     )
                 num_steps = max(num_steps, record["step"] + 1)
-            if record["step"] >= from_step:
+            stay = stays_after(record)
+            if stay is not None:
+                num_steps = min(num_steps, stay)
+            if stay is not None or record["step"] >= from_step:
                 yield record
+
+
+def stays_after(line: Mapping[str, Any]) -> int | None:
+    """How many steps are left by a line that is a rollback; None for any other line."""
+    if line["type"] == EVENT and line["event"] == Event.ROLLED_BACK:
+        return int(line["step"])
+    return None
 
 
 def steps(run: Storage, from_step: int = 0) -> dict[int, StepRecord]:
     """The step records by step, each in its last version, in order of steps."""
-    found = {
-        int(data["step"]): data for data in read_ledger(run, from_step) if data["type"] == STEP
-    }
+    found: dict[int, dict[str, Any]] = {}
+    for data in read_ledger(run, from_step):
+        if data["type"] == STEP:
+            found[int(data["step"])] = data
+        stay = stays_after(data)
+        if stay is not None:
+            found = {step: line for step, line in found.items() if step < stay}
     return {step: StepRecord.from_json(found[step]) for step in sorted(found)}
 
 
 def events(run: Storage, kind: Event | None = None) -> list[EventRecord]:
-    """The event records in the order of writing; only those of one kind if it is given."""
-    return [
-        EventRecord.from_json(data)
-        for data in read_ledger(run)
-        if data["type"] == EVENT and (kind is None or data["event"] == kind)
-    ]
+    """The event records in the order of writing; only those of one kind if it is given.
+
+    Evaluations and checkpoints of steps that were taken back are left out.
+    """
+    found: list[EventRecord] = []
+    for data in read_ledger(run):
+        if data["type"] != EVENT:
+            continue
+        stay = stays_after(data)
+        if stay is not None:
+            found = [each for each in found if each.event not in TAKEN_BACK or each.step <= stay]
+        if kind is None or data["event"] == kind:
+            found.append(EventRecord.from_json(data))
+    return found
 
 
 def _segment_lines(

@@ -80,6 +80,15 @@ class Delivery:
                 self.tracked = replace(self.tracked, num_incidents=num_incidents)
                 tags[Tag.INCIDENTS] = str(num_incidents)
                 self.attempt_changed = True
+            case Event.ROLLED_BACK:  # the steps behind it come again, with other values
+                tags[Tag.BRANCH] = str(fields.get("branch", ""))
+                self.tracked = replace(
+                    self.tracked,
+                    next_step=min(self.tracked.next_step, record.step),
+                    next_evaluation=min(self.tracked.next_evaluation, record.step + 1),
+                )
+            case Event.FORKED:
+                tags[Tag.PARENT] = f"{fields.get('parent', '')} after {record.step} steps"
             case Event.EVALUATION if record.step >= self.tracked.next_evaluation:
                 self.points += [
                     Point(name=name, value=value, step=record.step, time_ms=time_ms)

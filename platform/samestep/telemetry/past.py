@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.checkpoint.storage import Storage
+from samestep.incidents.rollback import Rollback
 from samestep.names import Event
-from samestep.telemetry.ledger import read_ledger
+from samestep.telemetry.ledger import TAKEN_BACK, read_ledger, stays_after
 from samestep.telemetry.records import STEP, EventRecord, StepRecord
 
 
@@ -69,6 +70,7 @@ class Past:
         last_step: the record of the last step.
         last_events: the last event of each kind.
         num_incidents: incidents ever recorded.
+        rollbacks: in order.
         recoveries: how training went on after faults and resizes, in order.
         stop_reason: a stop was asked for in the last attempt.
         torn: descriptions of half-written last lines.
@@ -80,6 +82,7 @@ class Past:
     last_step: StepRecord | None = None
     last_events: dict[Event, EventRecord] = field(default_factory=dict)
     num_incidents: int = 0
+    rollbacks: list[Rollback] = field(default_factory=list)
     recoveries: list[EventRecord] = field(default_factory=list)
     stop_reason: str | None = None
     torn: list[str] = field(default_factory=list)
@@ -102,6 +105,7 @@ def read_past(run: Storage) -> Past:
     """
     past = Past()
     last_step: Mapping[str, Any] | None = None
+    states: dict[Event, list[EventRecord]] = {kind: [] for kind in TAKEN_BACK}
     for data in read_ledger(run, on_torn=past.torn.append):
         if data["type"] == STEP:
             step = int(data["step"])
@@ -111,13 +115,35 @@ def read_past(run: Storage) -> Past:
                 past.attempts[-1].next_step = step + 1
                 past.attempts[-1].num_written += 1
         else:
-            _take_event(past, EventRecord.from_json(data))
+            event = EventRecord.from_json(data)
+            _take_event(past, event)
+            if event.event in states:
+                states[event.event].append(event)
+        stay = stays_after(data)
+        if stay is not None and stay < past.num_steps:
+            past.num_steps, last_step = stay, None
+        if stay is not None:
+            _take_back(past, states, stay)
         if "seq" in data:
             sender, batch, place = data["seq"]
             past.written[sender] = (int(batch), int(place))
+    if last_step is None and past.num_steps:  # its line is one before a rollback
+        last_step = next(
+            line
+            for line in read_ledger(run, past.num_steps - 1, on_torn=lambda _: None)
+            if line["type"] == STEP and line["step"] == past.num_steps - 1
+        )
     if last_step is not None:
         past.last_step = StepRecord.from_json(last_step)
     return past
+
+
+def _take_back(past: Past, states: dict[Event, list[EventRecord]], stay: int) -> None:
+    for kind, found in states.items():
+        found[:] = [event for event in found if event.step <= stay]
+        past.last_events.pop(kind, None)
+        if found:
+            past.last_events[kind] = found[-1]
 
 
 def _take_event(past: Past, event: EventRecord) -> None:
@@ -141,6 +167,8 @@ def _take_event(past: Past, event: EventRecord) -> None:
             past.stop_reason = str(event.fields.get("reason", ""))
         case Event.INCIDENT:
             past.num_incidents += 1
+        case Event.ROLLED_BACK:
+            past.rollbacks.append(Rollback.from_json({**event.fields, "attempt": event.attempt}))
         case Event.RECOVERED:
             past.recoveries.append(event)
         case _:

@@ -17,22 +17,22 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from samestep.checkpoint.committed import commit
-from samestep.checkpoint.manifest import Manifest
-from samestep.checkpoint.retention import apply_retention, clear_unfinished
 from samestep.checkpoint.storage import Storage
 from samestep.errors import DivergenceError, RecorderError, StorageError
+from samestep.incidents.rollback import Rollback
 from samestep.names import RESULT_FILE, Event, RunState
 from samestep.telemetry import identity
 from samestep.telemetry.accounting import NOTICED_LATE, OPENED, TIMING
 from samestep.telemetry.board import Board
 from samestep.telemetry.budget import ended_by_budget
+from samestep.telemetry.commits import Commits
 from samestep.telemetry.incident_log import IncidentLog
 from samestep.telemetry.intake import Intake
 from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
 from samestep.telemetry.past import read_past
 from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
+from samestep.telemetry.rollbacks import Rollbacks
 from samestep.telemetry.saves import Part, Saves
 from samestep.telemetry.sink import RunInfo, Sink
 from samestep.telemetry.slowness import Slowness
@@ -90,7 +90,6 @@ class Recorder:
         self._end: str | None = None
         # Of a process that came back in mid-run it says nothing: the run went on meanwhile.
         self._opened_at = None if returning else clock()
-        self._committed: tuple[int, int, str] | None = None
         spec = identity.parse_spec_text(spec_yaml, source="the job")
         self._tenure = Tenure(self._run, take=lease)
         try:
@@ -104,10 +103,23 @@ class Recorder:
                 clock=clock,
                 announce=self._announce,
             )
+            self._rollbacks = Rollbacks(
+                self._run, log=self._intake.log, past=self._intake.past.rollbacks
+            )
+            self._commits = Commits(
+                self._run,
+                intake=self._intake,
+                rollbacks=self._rollbacks,
+                back_steps=spec.incidents.back_steps,
+                divergence=lambda: self._divergence,
+            )
             self._slowness = Slowness(spec.incidents)
             self._incidents = IncidentLog(self._run, log=self._intake.log, clock=clock)
             self._saves = Saves(
-                self._run, commit=self._commit, say=self._board.say, incident=self._incidents.write
+                self._run,
+                commit=self._commits.commit,
+                say=self._board.say,
+                incident=self._incidents.write,
             )
             info = RunInfo(
                 run=self._run, name=run, spec=spec, about=dict(about), returning=returning
@@ -130,19 +142,27 @@ class Recorder:
         """Starts the next attempt; from now on earlier ones are refused.
 
         Args:
-            info: `start_step` (int), `mode`, `world_size`, `numerics` (a fingerprint), and what
-                else is worth keeping: `hosts`, `total_steps`, `dataset_size`, `custom_order`,
-                `placement_dependent` (lines telling why the bits depend on placement).
+            info: `start_step` (int), `num_rollbacks` (that the workers know of), `mode`,
+                `world_size`, `numerics` (a fingerprint), and what else is worth keeping: `hosts`,
+                `total_steps`, `dataset_size`, `custom_order`, `placement_dependent` (lines telling
+                why the bits depend on placement).
 
         Returns:
             The attempt's number, counted from 1 over the life of the run.
 
         Raises:
             RecorderError: the ledger does not hold all steps before `start_step`.
+            PeerLostError: the run went back since the workers met (`num_rollbacks`).
         """
         self._tenure.require()
         start_step = int(info["start_step"])
         past = read_past(self._run)
+        self._board.set(rollbacks=[each.to_json() for each in past.rollbacks])
+        self._rollbacks.resume(
+            past.rollbacks,
+            last_attempt=self._intake.attempt,
+            num_known=int(info.get("num_rollbacks", 0)),
+        )
         if start_step > past.num_steps:
             raise RecorderError(
                 f"an attempt can't start at step {start_step}: the ledger of {self._run.uri} ends "
@@ -333,7 +353,8 @@ class Recorder:
             RecorderError: steps out of order; nothing of the batch was taken.
             StorageError: the batch may be in part in the ledger; send it again.
         """
-        if attempt != self._intake.attempt or self._end is not None or not self._tenure.holds():
+        is_over = self._end is not None or self._rollbacks.has_ended(attempt)
+        if attempt != self._intake.attempt or is_over or not self._tenure.holds():
             return self._ack(sender, refused=True)
         last = self._intake.acknowledged(sender)
         if sequence == 0 or (last is not None and sequence <= last):
@@ -360,7 +381,7 @@ class Recorder:
             DivergenceError: the attempt diverged from the ledger.
         """
         self._require_current(attempt)
-        self._commit(manifest_json, keep)
+        self._commits.commit(manifest_json, keep)
 
     def part(self, attempt: int, part: Mapping[str, Any]) -> dict[str, Any]:
         """Takes a worker's part of a save; the last one that comes in commits the checkpoint.
@@ -387,27 +408,6 @@ class Recorder:
                 self._diverge(given.step, str(error), [str(error)])
             raise
 
-    def _commit(self, manifest_json: str, keep: int) -> None:
-        manifest = Manifest.from_json(manifest_json)
-        if self._divergence is not None:
-            raise DivergenceError(
-                f"the checkpoint at step {manifest.step} is not committed: {self._divergence}"
-            )
-        missing = self._intake.missing_before(manifest.step)
-        if missing is not None:
-            raise RecorderError(
-                f"the checkpoint at step {manifest.step} is not committed: step {missing} is not "
-                "in the ledger yet; flush the link before committing"
-            )
-        commit(self._run, manifest)
-        made = (self._intake.attempt, manifest.step, manifest.digest)
-        if made != self._committed:  # asked again because the answer was lost: told once
-            fields = {"digest": manifest.digest, "bytes": manifest.num_bytes}
-            self._intake.log(Event.CHECKPOINT_COMMITTED, manifest.step, fields)
-            self._committed = made
-        apply_retention(self._run, keep)
-        clear_unfinished(self._run, manifest.step)
-
     def record_incident(self, attempt: int, incident: Mapping[str, Any]) -> str:
         """Writes an incident for good.
 
@@ -420,6 +420,15 @@ class Recorder:
         """
         self._require_current(attempt)
         return self._incidents.take(incident, attempt=attempt)
+
+    def roll_back(self, attempt: int, rollback: Mapping[str, Any]) -> None:
+        """Ends an attempt by a decision to go back (`Rollback.to_json`), which all workers took."""
+        self._require_current(attempt)
+        if self._divergence is not None:
+            raise DivergenceError(self._divergence)
+        self._rollbacks.enter(Rollback.from_json(rollback))
+        self._board.load(read_past(self._run))
+        self._end_attempt(str(Event.ROLLED_BACK))
 
     def _settle_stalls(self) -> None:
         if self._tenure.holds() and self._end is None:

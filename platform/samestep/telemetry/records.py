@@ -40,6 +40,9 @@ KINDS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
 }
 """The fields of a line by its type, with the JSON types that each may have."""
 
+INHERITED: Final = 0
+"""The attempt of lines that a fork took over from its parent."""
+
 TOLERANCE: Final = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
 """Relative tolerance (absolute below 1) by precision, for steps taken under other numerics.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from samestep.checkpoint.storage import Storage
 from samestep.errors import RecorderError
 from samestep.names import Event
-from samestep.telemetry.ledger import read_ledger
+from samestep.telemetry.ledger import read_ledger, stays_after
 from samestep.telemetry.records import (
     STEP,
     EventRecord,
@@ -65,6 +65,10 @@ class Redo:
         self._steps.clear()
         self._evaluations.clear()
         for data in read_ledger(run, start_step):
+            stay = stays_after(data)
+            if stay is not None:  # what comes behind it is another way, and no divergence
+                self._steps = {step: it for step, it in self._steps.items() if step < stay}
+                self._evaluations = {s: it for s, it in self._evaluations.items() if s <= stay}
             attempt = int(data.get("attempt", 0))
             if attempt not in values_ids:
                 continue

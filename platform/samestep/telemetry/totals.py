@@ -11,7 +11,7 @@ from samestep.metric_names import HISTOGRAMS, STEP_SECONDS_BUCKETS, Metric, Metr
 from samestep.names import Activity, Event, IncidentKind, RestartCause, TimePart
 from samestep.telemetry.accounting import NOTICED_LATE, TIMING, Accounting
 from samestep.telemetry.budget import Spending
-from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.telemetry.records import INHERITED, EventRecord, StepRecord
 from samestep.telemetry.timesheet import seconds_of
 
 Labels = tuple[str, ...]
@@ -92,6 +92,8 @@ class Totals:
         if record.step < self.num_steps:
             return  # written again under other numerics
         self.num_steps = record.step + 1
+        if record.attempt == INHERITED:
+            return
         self._count(Metrics.STEPS)
         self._count(Metrics.SAMPLES, record.samples)
         self._count(Metrics.LOSS_WEIGHT, sum(weight or 0.0 for weight in record.shard_weights))
@@ -150,6 +152,8 @@ class Totals:
             case Event.INCIDENT:
                 self._last_incident = str(fields.get("kind", ""))
                 self._count(Metrics.INCIDENTS, 1, self._last_incident)
+            case Event.ROLLED_BACK:
+                self.num_steps = min(self.num_steps, record.step)
             case Event.FINISHED:
                 self.finished = True
                 timing = fields.get(TIMING)

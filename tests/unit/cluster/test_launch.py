@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from samestep import (
+    BudgetError,
     CheckpointError,
     ExitStatus,
     JobSpec,
@@ -131,6 +132,25 @@ def test_a_run_that_stopped_early_is_done_until_it_is_given_more_patience(
     more = train(job(3), search=[folder])
     assert (more.step, more.status) == (12, "done")
     assert more.digest == train(job(3), name="straight", search=[folder]).digest
+
+
+def test_a_budget_that_is_used_up_stops_the_run_and_a_higher_one_resumes_it(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    tiny = {"budget": {"wall_hours": 1e-6}, "checkpoint": {"every_steps": 0}}
+    stopped = train(make_spec(epochs=100_000, **tiny), search=[folder])
+    assert (stopped.status, stopped.exit_status) == (
+        "budget_exhausted",
+        ExitStatus.BUDGET_EXHAUSTED,
+    )
+    assert stopped.message.startswith("budget.wall_hours is used up (")
+    assert stopped.checkpoint is not None
+    with pytest.raises(BudgetError, match=r"line does not go on: budget\.wall_hours is used"):
+        train(make_spec(epochs=100_000, **tiny), search=[folder])
+    steps = {"epochs": None, "max_steps": stopped.step + 2}
+    done = train(make_spec(budget={"wall_hours": 1.0}, **steps), search=[folder])
+    straight = train(make_spec(**steps), name="straight", search=[folder])
+    assert (done.status, done.digest) == ("done", straight.digest)
 
 
 def test_a_run_starts_from_one_that_is_named_and_goes_on_without_it(

@@ -27,6 +27,7 @@ class Run:
 
     @property
     def digest(self) -> str:
+        assert self.result is not None, self.verdict
         assert self.result["status"] == "done", self.verdict
         return str(self.result["digest"])
 

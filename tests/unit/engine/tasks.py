@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +17,10 @@ from reference import Reference
 from relay import target_of
 
 from samestep import JobSpec, Workload, parse_spec
+from samestep.checkpoint.storage import Storage
 from samestep.engine import survivor
-from samestep.engine.attempt import Ending, Place, run_attempt
+from samestep.engine.attempt import Place, run_attempt
+from samestep.engine.ending import Ending
 from samestep.engine.peers import Peers
 from samestep.errors import AttemptFailedError
 from samestep.exact import numerics
@@ -89,10 +92,16 @@ def attempt(
     world_size: int = 1,
     num_devices: int = 1,
 ) -> dict[str, Any]:
-    """One attempt of a run, from its newest checkpoint on, as a launcher would start it."""
+    """One attempt of a run, from its newest checkpoint on, as a launcher would start it.
+
+    Each time the run goes back another one follows.
+    """
     parsed = parse_spec(spec)
+    planned, groups = Ending.ROLLED_BACK, itertools.count()
     with target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as target:
-        planned = _attempted(parsed, run, target, where, world_rank, world_size, num_devices)
+        while planned is Ending.ROLLED_BACK:
+            group = f"{where}.{next(groups)}"
+            planned = _attempted(parsed, run, target, group, world_rank, world_size, num_devices)
         status = target.call("status")
         return {
             "planned": planned,
@@ -121,23 +130,21 @@ def broken_attempts(
     """
     parsed = parse_spec(spec)
     failed = []
+    groups = itertools.count()
     survivor.forget()
     with target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as target:
-        for number in range(len(lost) + 1):
-            planned = False
+        planned = False
+        while not planned and len(failed) <= len(lost):
+            group = f"{where}.{next(groups)}"
             try:
-                planned = bool(
-                    _attempted(
-                        *(parsed, run, target, f"{where}.{number}", world_rank, world_size, 1),
-                        supervised=True,
-                    )
+                ending = _attempted(
+                    *(parsed, run, target, group, world_rank, world_size, 1), supervised=True
                 )
+                planned = ending is not Ending.ROLLED_BACK
             except AttemptFailedError as error:
+                if len(failed) < len(lost) and lost[len(failed)] == world_rank:
+                    survivor.forget()
                 failed.append((error.details["is_final"], str(error)))
-            if planned:
-                break
-            if lost[number] == world_rank:
-                survivor.forget()
         status = target.call("status")
         return {
             "planned": planned,
@@ -171,6 +178,16 @@ def _attempted(
             supervised=supervised,
         )
         return run_attempt(spec, place)
+
+
+def forked(
+    run: str, called: str, where: str, world_rank: int, world_size: int, **arguments: Any
+) -> dict[str, Any]:
+    """A fork of a run; see `fork_run`."""
+    from samestep.replay.fork import fork_run
+
+    made = fork_run(Storage.at(run), name=called, search=[FOLDER], **arguments)
+    return {"run": made.run.uri, "digest": made.digest, "num_taken": made.num_taken}
 
 
 def talk(messages: list[Any], where: str, world_rank: int, world_size: int) -> list[Any]:

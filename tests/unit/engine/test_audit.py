@@ -23,7 +23,7 @@ NUM_STEPS = 12
 
 
 def spec(audit_every: int = 1, **fields: Any) -> dict[str, Any]:
-    args = {key: fields.pop(key) for key in ("rank", "at", "marker") if key in fields}
+    args = {key: fields.pop(key) for key in ("rank", "at", "marker", "lr") if key in fields}
     incidents = {"audit_every": audit_every, **fields.pop("incidents", {})}
     rest = {"shards": 6, "batch_size": 13, "max_steps": NUM_STEPS, **fields}
     return spec_of("flipping:Flipping", args=args, incidents=incidents, **rest)
@@ -64,7 +64,7 @@ def test_an_audit_of_every_step_changes_no_bits_and_finds_nothing(
 
 
 def test_gradients_that_are_converted_and_short_batches_are_audited_too(train: Train) -> None:
-    fields = {"reduce_dtype": "float32", "batch_size": 4, "loader_processes": 1}
+    fields = {"reduce_dtype": "float32", "batch_size": 5, "lr": 0.001, "loader_processes": 1}
     calm = train(spec(0, **fields), "calm")
     run = train(spec(**fields), "audited", world_size=3)
     assert run.digest == calm.digest
@@ -92,15 +92,18 @@ def test_a_bit_flipped_once_is_found_and_the_step_is_taken_again(
     )
 
 
-def test_a_machine_that_is_always_wrong_is_named_at_every_attempt(
+def test_a_machine_that_is_always_wrong_is_named_and_does_not_get_into_the_next_group(
     results: Results, tmp_path: Path
 ) -> None:
     at = step_where(lambda task: task.owner[0] == 1, world_size=3)
     flipping = spec(rank=1, at=at)
-    answers = results("broken_attempts", 3, spec=flipping, run=str(tmp_path), lost=[None, None])
-    found = list_incidents(Run(tmp_path, answers).storage)
-    assert [(i.step, i.world_rank, i.seen["transient"]) for i in found] == [(at, 1, False)] * 3
-    assert [final for final, _ in answers[0]["failed"]] == [False] * 3
+    answers = results("broken_attempts", 3, spec=flipping, run=str(tmp_path), lost=[None])
+    first = list_incidents(Run(tmp_path, answers).storage)[0]
+    assert (first.kind, first.step, first.world_rank) == (IncidentKind.CORRUPTION, at, 1)
+    assert first.seen["transient"] is False
+    (audit, _), (canary, why) = answers[0]["failed"]
+    assert (audit, canary) == (False, True)
+    assert "worker 1: canary" in why
 
 
 def test_policy_stop_ends_the_run_before_the_update(results: Results, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pool import spec_of
 
 from samestep.engine.handover import chunks
-from samestep.engine.resume import Offer, Source, choose
+from samestep.engine.offers import Offer, Source, choose
 
 Results = Callable[..., list[Any]]
 WHERE = ["before_step", "loss", "backward", "on_step", "evaluate", "on_epoch"]

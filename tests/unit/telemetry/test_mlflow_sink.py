@@ -213,6 +213,25 @@ def test_steps_taken_again_under_other_numerics_keep_their_first_points(
     assert run.losses() == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.5 + 1e-5)]
 
 
+def test_steps_behind_a_rollback_have_points_of_their_own(
+    server: Server, open_recorder: Any, make_step: Any
+) -> None:
+    recorder = open_recorder()
+    info = {"start_step": 0, "mode": "ddp", "world_size": 1}
+    attempt = recorder.begin_attempt(info)
+    recorder.push(attempt, "0", 1, [make_step(s, loss=0.5).to_json() for s in range(4)])
+    recorder.roll_back(attempt, {"to": 2, "until": 4, "attempt": attempt})
+    attempt = recorder.begin_attempt({**info, "num_rollbacks": 1})
+    recorder.push(attempt, "0", 1, [make_step(s, loss=0.5).to_json() for s in range(2)])
+    recorder.push(attempt, "0", 2, [make_step(s, loss=0.25).to_json() for s in range(2, 5)])
+    recorder.close()
+    (run,) = server.runs.values()
+    assert sorted(run.losses()) == [
+        *((0, 0.5), (1, 0.5), (2, 0.25), (2, 0.5), (3, 0.25), (3, 0.5), (4, 0.25)),
+    ]
+    assert run.tags[Tag.BRANCH] == "1"
+
+
 def test_another_server_gets_the_whole_run(
     run: Storage, server: Server, open_recorder: Any, tell: Any
 ) -> None:

@@ -123,7 +123,7 @@ def test_a_recorder_whose_lease_was_taken_writes_nothing_more(
     (lease,) = run.local_path.glob("lease-*.json")
     taken = json.loads(lease.read_text()) | {"owner": "another"}
     lease.with_name("lease-00000002.json").write_text(json.dumps(taken))
-    recorder._lease.renew()  # type: ignore[union-attr]
+    recorder._tenure._lease.renew()  # type: ignore[union-attr]
     assert push(recorder, attempt, 2, 1, 1)["refused"]
     with pytest.raises(RecorderError, match=r"lease .* is lost"):
         recorder.commit(attempt, save(run, 1), 3)
@@ -181,7 +181,7 @@ def test_a_run_may_end_before_its_first_attempt(
 
 
 def test_an_end_that_is_none_of_the_list_is_refused(recorder: Recorder) -> None:
-    with pytest.raises(RecorderError, match="'great'; allowed: done, interrupted, failed"):
+    with pytest.raises(RecorderError, match="'great'; allowed: done, interrupted, budget"):
         recorder.finish(begin(recorder), {"status": "great"})
 
 
