@@ -41,6 +41,7 @@ TARGETS_DIR: Final = ".prometheus"
 """In the storage folder, beside the runs, none of which can be called so."""
 TARGET_SUFFIX: Final = ".json"
 MODEL_DIR: Final = "model"
+BEST_MODEL_DIR: Final = "best_model"
 TRACKING_DATABASE: Final = "mlflow.db"
 TRACKING_ARTIFACTS_DIR: Final = "mlartifacts"
 PARAMS_ARTIFACT: Final = "params.json"
@@ -112,6 +113,10 @@ class RunState(StrEnum):
     BUDGET_EXHAUSTED = "budget_exhausted"
     FAILED = "failed"
     FENCED = "fenced"
+
+
+DIED: Final = "died"
+"""The state of a run whose recorder is gone without having ended it."""
 
 
 class Activity(StrEnum):
@@ -189,6 +194,8 @@ class Tag(StrEnum):
     PARENT = "samestep.parent"
     STATUS = "samestep.status"
     MESSAGE = "samestep.message"
+    ATTEMPTS = "samestep.attempts"
+    CLUSTER = "samestep.cluster"
     JOB_ID = "samestep.job_id"
     GIT_CHANGED = "samestep.git_changed"
     GIT_COMMIT = "mlflow.source.git.commit"
@@ -211,3 +218,4 @@ class Series(StrEnum):
     SKIPPED = "skipped"
     TRAIN_PREFIX = "train/"
     EVALUATION_PREFIX = "eval/"
+    SYSTEM_PREFIX = "system/"

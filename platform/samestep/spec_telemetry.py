@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+
+from pydantic import Field, field_validator
 
 from samestep.spec_part import FREE, Part
 
@@ -32,6 +34,37 @@ class Tracking(Part):
         description="refuse to start while MLflow can't be reached; false: warn and go on",
         json_schema_extra=FREE,
     )
+    registered_model: str | None = Field(
+        None,
+        max_length=200,
+        pattern=r"^[^/:\s][^/:]*$",
+        description=(
+            "registered model that the run's model becomes the next version of when the run is "
+            "done: the best model where checkpoint.best.metric names one, else the final one; "
+            "null: none"
+        ),
+        json_schema_extra=FREE,
+    )
+    alias: str = Field(
+        "candidate",
+        max_length=200,
+        pattern=r"^[A-Za-z0-9_-]+$",
+        description=(
+            "alias that names the newest version which a run registered (models:/NAME@ALIAS); "
+            "MLflow keeps `latest`, `v1`, `v2`, ... for itself"
+        ),
+        json_schema_extra=FREE,
+    )
+
+    @field_validator("alias")
+    @classmethod
+    def _is_free(cls, value: str) -> str:
+        if value.lower() == "latest" or re.fullmatch(r"[vV]\d+", value):
+            raise ValueError(
+                f"{value!r} is kept by MLflow for versions: give another alias, such as candidate "
+                "or champion"
+            )
+        return value
 
 
 class Metrics(Part):

@@ -21,6 +21,10 @@ without the latter page faults make one engine or another slower, by chance, in 
                   stock nn.DataParallel
     telemetry     (only when asked for by --parts) chargpt through Ray with MLflow and Prometheus
                   off, on, and with a server that never answers
+    outage        (only when asked for by --parts) what an hour without MLflow adds to the ledger,
+                  and how long it takes to deliver it into a SQLite file
+    load          (only when asked for by --parts) what the recorder takes while 2,000 workers tell
+                  it something every second
     checkpoints   (only when asked for by --parts) how long a save of 200 MB holds training up with
                   1 and 2 workers, over torch.save of the same state to the same disk (TMPDIR
                   chooses it), with PyTorch's async_save beside it; and step times while a
@@ -46,11 +50,14 @@ import torch
 from launches import LaunchError, launch
 from models import MODELS
 from ratios import save_rows, step_rows
+from recorders import load_figures, outage_figures
 from recovery import recovery_row
 from report import (
     print_checkpoints,
     print_counts,
     print_dataparallel,
+    print_load,
+    print_outage,
     print_profile,
     print_recovery,
     print_steps,
@@ -61,7 +68,7 @@ from whole_runs import telemetry_rows, telemetry_times
 
 BASES = ("plain, default flags", "plain, bucket view")
 DEFAULT_PARTS = ("steps", "profile", "counts", "dataparallel")
-PARTS = (*DEFAULT_PARTS, "telemetry", "checkpoints", "recovery")
+PARTS = (*DEFAULT_PARTS, "telemetry", "outage", "load", "checkpoints", "recovery")
 
 # By number of workers, numbers of shards: powers of two and others, aligned and not.
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
@@ -100,6 +107,8 @@ class Bench:
             "dataparallel": self._dataparallel,
             "telemetry": self._telemetry,
             "recovery": self._recovery,
+            "outage": self._outage,
+            "load": self._load,
             "checkpoints": self._checkpoints,
         }
         for name in self._options.parts:
@@ -203,6 +212,17 @@ class Bench:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
+
+    def _outage(self) -> None:
+        self.found["outage"] = outage_figures(num_steps=3_600 if self._options.quick else 36_000)
+        print_outage(self._console, self.found["outage"])
+
+    def _load(self) -> None:
+        quick = self._options.quick
+        self.found["load"] = load_figures(
+            num_workers=200 if quick else 2_000, seconds=5 if quick else 20
+        )
+        print_load(self._console, self.found["load"])
 
     def _checkpoints(self) -> None:
         self.found["checkpoints"] = []

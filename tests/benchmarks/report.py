@@ -11,6 +11,8 @@ from rich.table import Table
 
 TARGET = 1.05
 AIM = 1.02
+MAX_LEDGER_BYTES = 100e6
+MAX_DRAIN_S = 60.0
 HELD_UP_TARGETS = {1: 0.2, 2: 0.1}
 
 
@@ -118,6 +120,35 @@ def print_telemetry(console: Console, found: Iterable[Mapping[str, Any]], *, wor
             f"{median:.3f} [{least:.3f}, {largest:.3f}]",
         )
     console.print(table)
+
+
+def print_outage(console: Console, found: Mapping[str, Any]) -> None:
+    """What waits after an outage of MLflow, and how fast it is delivered."""
+    table = _table(f"{found['num_steps']:,} steps without MLflow, then into a SQLite file", "", "")
+    table.add_row("ledger, MB", f"{found['ledger_bytes'] / 1e6:.1f}")
+    table.add_row("points delivered", f"{found['num_points']:,}")
+    table.add_row("delivered after, s", f"{found['drain_s']:.1f}")
+    table.add_row("of it loading MLflow and making the file, s", f"{found['connect_s']:.1f}")
+    table.add_row("CPU of the recorder, s", f"{found['cpu_s']:.1f}")
+    console.print(table)
+    for name, limit in (("ledger_bytes", MAX_LEDGER_BYTES), ("drain_s", MAX_DRAIN_S)):
+        said = "reached" if found[name] <= limit else "MISSED"
+        console.print(f"{name} at most {limit:g} is {said}")
+
+
+def print_load(console: Console, found: Mapping[str, Any]) -> None:
+    """What many workers cost the recorder."""
+    table = _table(f"{found['num_workers']:,} workers, a message a second each", "", "")
+    table.add_row("messages answered", f"{found['num_messages']:,}")
+    table.add_row("CPU of the recorder's process, cores", f"{found['cores']:.2f}")
+    table.add_row("memory, MB", f"{found['memory_bytes'] / 1e6:.0f}")
+    table.add_row("a scrape, s (slowest)", f"{found['scrape_s']:.3f}")
+    table.add_row("size of a page, MB", f"{found['page_bytes'] / 1e6:.2f}")
+    console.print(table)
+    limits = (("cores", 1.0), ("memory_bytes", 500e6), ("scrape_s", 1.0))
+    for name, limit in limits:
+        said = "reached" if found[name] <= limit else "MISSED"
+        console.print(f"{name} at most {limit:g} is {said}")
 
 
 def _of(values: Sequence[float]) -> tuple[float, float, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep import load_weights, parse_spec, train
 from samestep.checkpoint.storage import Storage
+from samestep.names import MODEL_DIR
+from samestep.telemetry.finished import Finished
 from samestep.telemetry.mlflow_client import load_mlflow
 from samestep.telemetry.mlflow_model import example_of, model_keeper, pack_model
+from samestep.workload import load_workload
+
+CASES = Path(__file__).resolve().parents[1] / "unit" / "engine"
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -59,6 +67,12 @@ def named(tmp_path: Path) -> Iterator[tuple[nn.Module, Path]]:
         sys.modules.pop("named_model", None)
 
 
+def pack(
+    run: Storage, model: nn.Module, use: Callable[[], object], code: Sequence[Path] = ()
+) -> None:
+    pack_model(run, MODEL_DIR, model, example_of(model, use), code=code)
+
+
 def load(run: Storage) -> Any:
     load_mlflow()
     import mlflow.pyfunc
@@ -70,7 +84,7 @@ def test_a_model_of_one_tensor_is_a_graph_that_needs_no_code_and_takes_any_batch
     run: Storage,
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-    pack_model(run, model, lambda: model(torch.randn(5, 3)))
+    pack(run, model, lambda: model(torch.randn(5, 3)))
     loaded = load(run)
     assert [spec.shape for spec in loaded.metadata.signature.inputs.inputs] == [(-1, 3)]
     assert [spec.shape for spec in loaded.metadata.signature.outputs.inputs] == [(-1, 2)]
@@ -85,7 +99,7 @@ def test_a_model_of_named_arguments_is_pickled_with_its_file_beside(
 ) -> None:
     model, path = named
     first, second = torch.randn(2, 3), torch.randn(2, 2)
-    pack_model(run, model, lambda: model(first, second=second), code=[path])
+    pack(run, model, lambda: model(first, second=second), code=[path])
     load_mlflow()
     from mlflow.models import Model
 
@@ -119,7 +133,7 @@ def test_looking_at_a_model_changes_nothing_of_it_or_of_any_generator() -> None:
 
 
 def test_a_model_that_was_not_called_has_no_signature(run: Storage) -> None:
-    pack_model(run, nn.Linear(3, 2), lambda: None)
+    pack(run, nn.Linear(3, 2), lambda: None)
     assert load(run).metadata.signature is None
 
 
@@ -133,7 +147,105 @@ def test_a_model_that_cannot_be_packed_is_told_and_fails_nothing(run: Storage) -
             return value
 
     said: list[str] = []
-    model_keeper(run.uri, said.append)(Local(), lambda: None, None)
+    end = Finished(model=Local(), use=lambda: None, code=None, best_weights=lambda: None)
+    model_keeper(run.uri, said.append)(end)
     (line,) = said
     assert line.startswith("the final model does not go to MLflow (TypeError: ")
     assert run.walk("model") == []
+
+
+def test_a_best_model_that_is_the_last_one_takes_an_earlier_one_away(run: Storage) -> None:
+    model = nn.Linear(3, 2)
+    best = {key: value + 1 for key, value in model.state_dict().items()}
+    said: list[str] = []
+    for weights in (best, None):
+        model_keeper(run.uri, said.append)(
+            Finished(
+                model=model,
+                use=lambda: model(torch.ones(2, 3)),
+                code=None,
+                best_weights=lambda weights=weights: weights,
+            )
+        )
+        assert bool(run.walk("best_model")) is (weights is not None)
+        assert run.walk("model")
+    assert said == []
+
+
+LOADED = """
+import sys
+
+import mlflow
+import torch
+
+mlflow.set_tracking_uri(sys.argv[1])
+for uri in sys.argv[2:]:
+    model = mlflow.pytorch.load_model(uri)
+    with torch.no_grad():
+        print(model(torch.ones(2, 6)).flatten().tolist())
+"""
+
+
+def test_the_best_and_the_final_model_of_a_run_are_loaded_elsewhere(tmp_path: Path) -> None:
+    spec = parse_spec(
+        {
+            "workload": "feature_cases:Scored",
+            "args": {"scores": [0.1, 0.9, 0.2, 0.3]},
+            "batch_size": 12,
+            "shards": 4,
+            "max_steps": 4,
+            "mode": "local",
+            "storage": str(tmp_path / "runs"),
+            "evaluate": {"every_steps": 1},
+            "checkpoint": {"best": {"metric": "score"}},
+            "ema": {"decay": 0.5},
+            "metrics": {"enabled": False},
+            "tracking": {"registered_model": "scored"},
+        }
+    )
+    told: list[str] = []
+
+    def observe(status: dict[str, Any]) -> None:
+        told.extend(item["text"] for item in status["messages"])
+
+    outcome = train(spec, name="r", search=[CASES], observer=observe)
+    assert outcome.status == "done"
+    assert outcome.best is not None
+    assert outcome.best["step"] == 2
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    client = load_mlflow().MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("samestep")
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    models = {
+        model.name: model for model in client.search_logged_models([experiment.experiment_id])
+    }
+    assert set(models) == {"model", "best_model"}
+    version = client.get_model_version_by_alias("scored", "candidate")
+    assert version.run_id == tracked.info.run_id
+    assert version.source == models["best_model"].artifact_location
+    inputs = {item.tags[0].value: item.dataset for item in tracked.inputs.dataset_inputs}
+    assert set(inputs) == {"training", "evaluation"}
+    assert json.loads(inputs["evaluation"].profile)["num_rows"] == 7
+    uris = ["models:/scored@candidate", f"models:/{models['model'].model_id}"]
+    loaded = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOADED, uri, *uris],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    found = [json.loads(line) for line in loaded.stdout.splitlines()[-2:]]
+    expected = [output_of(outcome.run, step) for step in (2, 4)]
+    assert [pytest.approx(values, rel=1e-5) for values in expected] == found
+    assert found[0] != found[1]
+
+
+def output_of(run: str, step: int) -> list[float]:
+    """What the averages of a checkpoint give, by plain torch."""
+    model = load_workload("feature_cases:Scored", {}, [CASES]).model()
+    model.load_state_dict(load_weights(run, checkpoint=step))
+    with torch.no_grad():
+        output: Tensor = model.eval()(torch.ones(2, 6))
+    return [float(value) for value in output.flatten()]

@@ -87,6 +87,12 @@ def test_importing_the_package_loads_neither_torch_nor_ray_nor_mlflow() -> None:
     assert heavy.strip() == "[]"
 
 
+def test_a_recorder_loads_no_torch_whatever_it_writes() -> None:
+    modules = ("recorder", "sinks", "mlflow_sink", "prometheus_sink", "settling")
+    names = ", ".join(f"samestep.telemetry.{name}" for name in modules)
+    assert run_python(f"import sys, {names}; print('torch' in sys.modules)").strip() == "False"
+
+
 def test_the_public_names_are_sorted_and_each_resolves() -> None:
     assert samestep.__all__ == sorted(samestep.__all__)
     run_python("import samestep\nfor name in samestep.__all__: getattr(samestep, name)")

@@ -421,3 +421,13 @@ def test_a_source_without_a_slash_is_a_run_in_storage(path: str, storage: str, u
     made = spec(init_from=path)
     assert source_uri(made.init_from, storage) == uri
     assert source_uri(spec(init_from=uri).init_from, storage) == uri
+
+
+@pytest.mark.parametrize("alias", ["latest", "LATEST", "v9", "a b", ""])
+def test_an_alias_that_mlflow_keeps_for_itself_is_refused(alias: str) -> None:
+    assert "tracking.alias" in refusal(tracking={"registered_model": "m", "alias": alias})
+
+
+@pytest.mark.parametrize("name", ["a/b", "a:b", "", " a"])
+def test_a_name_that_no_registered_model_can_have_is_refused(name: str) -> None:
+    assert "tracking.registered_model" in refusal(tracking={"registered_model": name})

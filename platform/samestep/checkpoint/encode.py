@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.checkpoint.strict_json import parse_json
 from samestep.errors import CheckpointError
 
 KIND: Final = "$"
@@ -123,18 +124,6 @@ def loads(text: str, *, tensors: Mapping[str, Tensor] | None = None) -> Any:
         CheckpointError: not strict JSON, or not written by `dumps`.
     """
     return decode(parse_json(text), tensors=tensors)
-
-
-def parse_json(text: str) -> Any:
-    """Strict JSON: no NaN, no Infinity, no key twice.
-
-    Raises:
-        CheckpointError: `text` is none.
-    """
-    try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not valid JSON: {error}") from error
 
 
 class _Encoder:
@@ -280,17 +269,6 @@ def _dtype(data: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{data['name']!r} is no dtype of torch")
     return dtype
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError(f"a key stands twice in {[key for key, _ in pairs][:20]}")
-    return found
 
 
 def _counter(pairs: Iterable[Any]) -> Counter[Any]:

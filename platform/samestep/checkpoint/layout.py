@@ -7,24 +7,23 @@ otherwise than their parameter trains wrongly without a word.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from samestep.errors import CheckpointError
 
-_STORABLE: Final = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.bool,
-        torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-        torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.bfloat16, torch.float16, torch.float32, torch.float64,
-        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-        torch.complex64, torch.complex128,
-    )
-}  # fmt: skip
+if TYPE_CHECKING:  # a manifest holds layouts, and is read where no tensor is
+    import torch
+    from torch import Tensor
+
+_STORABLE: Final = (
+    "bool",
+    "uint8", "uint16", "uint32", "uint64",
+    "int8", "int16", "int32", "int64",
+    "bfloat16", "float16", "float32", "float64",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "complex64", "complex128",
+)  # fmt: skip
+"""Names of dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Layout:
                 elements share memory, so that it could not be written back.
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
+        if str(tensor.layout) != "torch.strided" or tensor.device.type == "meta":
             raise CheckpointError(
                 f"{name}: a tensor of layout {tensor.layout} on device {tensor.device} can't be "
                 "kept in a checkpoint; only dense ones can: use tensor.to_dense()"
@@ -99,15 +98,22 @@ class Layout:
 
         Its first element is aligned as torch aligns new tensors, which no view of a file is.
         """
-        copied = torch.empty_strided(
-            self.shape, self.strides, dtype=_STORABLE[self.dtype], device=device or source.device
-        )
+        import torch
+
+        dtype, device = storable_dtype(self.dtype), device or source.device
+        copied = torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
         return copied.copy_(source.detach())
 
 
 def storable_dtype(name: str) -> torch.dtype:
     """The dtype of that name (without "torch."), one of those that files can hold."""
-    return _STORABLE[name]
+    import torch
+
+    if name not in _STORABLE:
+        raise KeyError(name)
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def to_stored(tensor: Tensor) -> Tensor:
@@ -116,6 +122,8 @@ def to_stored(tensor: Tensor) -> Tensor:
     complex128, which safetensors has no name for, becomes float64 with a last dimension of 2.
     A contiguous CPU tensor is not copied.
     """
+    import torch
+
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return torch.view_as_real(plain) if plain.dtype == torch.complex128 else plain
 
@@ -126,6 +134,8 @@ def from_stored(stored: Tensor, layout: Layout, *, name: str) -> Tensor:
     Raises:
         CheckpointError: the file holds another dtype or shape than the manifest says.
     """
+    import torch
+
     if layout.dtype == "complex128" and stored.dtype == torch.float64 and stored.shape[-1:] == (2,):
         stored = torch.complex(stored[..., 0], stored[..., 1])
     if str(stored.dtype) != f"torch.{layout.dtype}" or tuple(stored.shape) != layout.shape:

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from samestep import names
-from samestep.checkpoint.encode import parse_json
 from samestep.checkpoint.layout import Layout
 from samestep.checkpoint.ranking import Ranking
+from samestep.checkpoint.strict_json import parse_json
 from samestep.errors import CheckpointError
 from samestep.exact.digest import pack_float, unpack_float
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samestep import names
-from samestep.checkpoint.manifest import CheckpointMeta, Manifest, step_name, step_of
+from samestep.checkpoint.committed import (
+    CheckpointInfo,
+    best_of,
+    folder_of,
+    list_checkpoints,
+    steps_of,
+)
+from samestep.checkpoint.manifest import Manifest, step_name, step_of
 from samestep.checkpoint.model_state import averaged, state_dict_of
-from samestep.checkpoint.ranking import Ranking
 from samestep.checkpoint.state import State, state_sha256
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.verified import read_folder
@@ -19,29 +25,6 @@ from samestep.errors import CheckpointError, InputError
 from samestep.spec_training import BEST, LATEST
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
-    """A checkpoint as a listing shows it, not verified.
-
-    Attributes:
-        step: number of steps taken before it.
-        uri: its folder.
-        num_bytes: size of all its files.
-        created_s: Unix time; None where there is no manifest that can be read.
-        whole: it has a manifest: its write was finished.
-        evaluation: metrics of the evaluation after its step; empty without one.
-        ranking: what the run ranked its checkpoints by when it was written; None: by nothing.
-    """
-
-    step: int
-    uri: str
-    num_bytes: int
-    created_s: float | None
-    whole: bool
-    evaluation: Mapping[str, float] = field(default_factory=dict)
-    ranking: Ranking | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,41 +51,6 @@ class Damaged:
     uri: str
     reason: str
     unfinished: bool
-
-
-def list_checkpoints(run: Storage) -> list[CheckpointInfo]:
-    """All checkpoints of a run by step, unfinished ones too."""
-    found = []
-    for step in _steps(run):
-        folder = _folder(run, step)
-        whole = folder.exists(names.MANIFEST_FILE)
-        meta = _meta(folder) if whole else None
-        found.append(
-            CheckpointInfo(
-                step=step,
-                uri=folder.uri,
-                num_bytes=folder.size_bytes(),
-                created_s=meta.created_s if meta else None,
-                whole=whole,
-                evaluation=meta.evaluation if meta else {},
-                ranking=meta.ranking if meta else None,
-            )
-        )
-    return found
-
-
-def best_of(
-    checkpoints: Sequence[CheckpointInfo], ranking: Ranking | None = None
-) -> CheckpointInfo | None:
-    """The best whole checkpoint of a listing; None when none has a score.
-
-    Args:
-        checkpoints: by step, as `list_checkpoints` gives them.
-        ranking: by what; None: by what the newest one says that the run ranks by.
-    """
-    whole = [info for info in checkpoints if info.whole]
-    ranking = ranking or (whole[-1].ranking if whole else None)
-    return ranking.best_of(whole) if ranking is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,18 +121,7 @@ def load_checkpoint(run: Storage, step: int) -> tuple[State, Manifest]:
         CheckpointError: it does not exist or is damaged; names the file and says why.
         StorageError: storage can't be read.
     """
-    return read_folder(_folder(run, step), step)
-
-
-def committed_digest(run: Storage, step: int) -> str | None:
-    """Digest that the manifest of the checkpoint after `step` steps gives; None without one."""
-    folder = _folder(run, step)
-    if not folder.exists(names.MANIFEST_FILE):
-        return None
-    try:
-        return Manifest.from_json(folder.read(names.MANIFEST_FILE)).digest
-    except CheckpointError:
-        return None
+    return read_folder(folder_of(run, step), step)
 
 
 def newest_whole(
@@ -196,13 +133,13 @@ def newest_whole(
         StorageError: storage can't be read: that is no damage, and is worth another try.
     """
     damaged: list[Damaged] = []
-    for step in reversed(_steps(run)):
+    for step in reversed(steps_of(run)):
         if at_most_step is not None and step > at_most_step:
             continue
         try:
             state, manifest = load_checkpoint(run, step)
         except CheckpointError as error:
-            folder = _folder(run, step)
+            folder = folder_of(run, step)
             unfinished = not folder.exists(names.MANIFEST_FILE)
             damaged.append(
                 Damaged(step=step, uri=folder.uri, reason=str(error), unfinished=unfinished)
@@ -287,22 +224,6 @@ def digest_of(path: str | Path) -> str:
     return digest
 
 
-def _steps(run: Storage) -> list[int]:
-    found = (step_of(name) for name in run.list(names.CHECKPOINTS_DIR))
-    return sorted(step for step in found if step is not None)
-
-
-def _folder(run: Storage, step: int) -> Storage:
-    return run.child(names.CHECKPOINTS_DIR).child(step_name(step))
-
-
-def _meta(folder: Storage) -> CheckpointMeta | None:
-    try:
-        return Manifest.from_json(folder.read(names.MANIFEST_FILE)).meta
-    except CheckpointError:
-        return None
-
-
 def read_at(path: str | Path, which: str | int = LATEST) -> tuple[State, Manifest]:
     """The state of a run's checkpoint, or of the checkpoint whose folder is given.
 
@@ -319,7 +240,7 @@ def read_at(path: str | Path, which: str | int = LATEST) -> tuple[State, Manifes
                 "chosen from it; give the run directory"
             )
         return read_folder(place, None)
-    whole = [step for step in _steps(place) if _folder(place, step).exists(names.MANIFEST_FILE)]
+    whole = [step for step in steps_of(place) if folder_of(place, step).exists(names.MANIFEST_FILE)]
     if not whole:
         raise CheckpointError(
             f"{place.uri} is neither a checkpoint (no {names.MANIFEST_FILE}) nor a run that has a "
@@ -331,6 +252,6 @@ def read_at(path: str | Path, which: str | int = LATEST) -> tuple[State, Manifes
     try:
         return load_checkpoint(place, choice.step)
     except CheckpointError as error:
-        older = [_folder(place, step).uri for step in whole if step < choice.step]
+        older = [folder_of(place, step).uri for step in whole if step < choice.step]
         hint = f"the one before is {older[-1]}" if older else "there is no older one"
         raise CheckpointError(f"{error}; {hint}") from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from samestep import names
+from samestep.checkpoint.committed import CheckpointInfo, best_of, list_checkpoints
 from samestep.checkpoint.manifest import step_name
-from samestep.checkpoint.reading import CheckpointInfo, best_of, list_checkpoints
 from samestep.checkpoint.storage import Storage
 
 

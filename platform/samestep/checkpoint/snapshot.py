@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import xxhash
 
-from samestep.checkpoint.encode import parse_json
 from samestep.checkpoint.image import Image, Plan, Slot
 from samestep.checkpoint.layout import Layout
 from samestep.checkpoint.shared_memory import folder_of
 from samestep.checkpoint.state import State, unflatten
+from samestep.checkpoint.strict_json import parse_json
 from samestep.errors import CheckpointError, StorageError
 from samestep.exact.digest import layout_header
 

@@ -11,11 +11,11 @@ from safetensors.torch import load
 from torch import Tensor
 
 from samestep import names
-from samestep.checkpoint.encode import parse_json
 from samestep.checkpoint.layout import from_stored
 from samestep.checkpoint.manifest import READABLE_FORMATS, FileEntry, Manifest, TensorEntry
 from samestep.checkpoint.state import State, unflatten
 from samestep.checkpoint.storage import Storage
+from samestep.checkpoint.strict_json import parse_json
 from samestep.errors import CheckpointError
 
 PART_BYTES: Final = 16 << 20

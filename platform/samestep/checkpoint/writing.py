@@ -175,35 +175,6 @@ def write_files(run: Storage, state: State, meta: CheckpointMeta) -> Manifest:
     return outline.manifest(written, meta)
 
 
-def commit(run: Storage, manifest: Manifest) -> None:
-    """Makes the checkpoint real: its files are there with their sizes, so the manifest goes in.
-
-    Doing it again, with the same or another attempt's files of the same state, changes nothing
-    that a reader sees.
-
-    Raises:
-        CheckpointError: a file is missing or of another size, or there is a checkpoint of this
-            step of another state.
-        StorageError: the manifest can't be written.
-    """
-    folder = _folder(run, manifest.step)
-    if folder.exists(names.MANIFEST_FILE):
-        present = Manifest.from_json(folder.read(names.MANIFEST_FILE))
-        if present.digest != manifest.digest:
-            raise CheckpointError(
-                f"{folder.uri} exists already, of a state with the digest {present.digest}; this "
-                f"one has {manifest.digest}: it is never overwritten; set it aside first"
-            )
-    for name, entry in manifest.files.items():
-        size = folder.size_bytes(name) if folder.exists(name) else None
-        if size != entry.num_bytes:
-            raise CheckpointError(
-                f"can't commit {folder.uri}: {name} should have {entry.num_bytes} bytes, "
-                f"{'is missing' if size is None else f'has {size}'}; save again"
-            )
-    folder.write(names.MANIFEST_FILE, manifest.to_json().encode("ascii"))
-
-
 def _folder(run: Storage, step: int) -> Storage:
     return run.child(names.CHECKPOINTS_DIR).child(step_name(step))
 

@@ -16,11 +16,12 @@ from rich.text import Text
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.settle import settle
 from samestep.cli.units import size_text
 from samestep.cli.wide import print_whole
 from samestep.errors import BundleError
-from samestep.incidents.bundle import Bundle
-from samestep.incidents.bundle_folder import folder_of, has_bundle, read_bundle
+from samestep.incidents.bundle import Bundle, folder_of, has_bundle
+from samestep.incidents.bundle_folder import read_bundle
 from samestep.incidents.record import Incident, list_incidents, read
 
 RUN = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a name in ./runs.")]
@@ -51,6 +52,7 @@ def list_(run: RUN, as_json: AS_JSON = False) -> None:
         print(f"no incidents in {place.uri}")
     else:
         print_whole(_table(found, bundles))
+    settle([place])
 
 
 @incidents.command("show")
@@ -69,6 +71,7 @@ def show(
     else:
         _show(incident)
         _show_bundle(bundle, folder_of(place, incident.id).uri)
+    settle([place])
 
 
 def _bundle_of(run: Storage, incident: Incident) -> Bundle | None:

@@ -13,7 +13,7 @@ from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
 from samestep.cli.units import size_text
 from samestep.errors import BundleError
-from samestep.incidents.bundle_folder import folder_of, has_bundle
+from samestep.incidents.bundle import folder_of, has_bundle
 from samestep.incidents.packing import pack as pack_bundle
 from samestep.incidents.record import list_incidents
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import RUNS
+from samestep.cli.settle import settle
 from samestep.cli.units import age_text, size_text
 from samestep.cli.wide import print_whole
 from samestep.errors import InputError
@@ -51,11 +52,11 @@ def runs(
     found = list_runs(place)
     if as_json:
         print(json.dumps([line.to_json() for line in found], indent=2, allow_nan=False))
-        return
-    if not found:
+    elif not found:
         print(f"no runs in {place.uri}")
-        return
-    print_whole(_table(found, time.time()))
+    else:
+        print_whole(_table(found, time.time()))
+    settle(place.child(line.name) for line in found if not line.alive)
 
 
 def _table(found: list[RunLine], now_s: float) -> Table:

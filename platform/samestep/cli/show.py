@@ -14,7 +14,9 @@ from rich.text import Text
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
-from samestep.replay.summary import DIED, FORKED, RunSummary, summarize, why_ended
+from samestep.cli.settle import settle
+from samestep.names import DIED
+from samestep.replay.summary import FORKED, RunSummary, summarize, why_ended
 from samestep.telemetry.board import describe_recovery
 
 LAST_INCIDENTS = 10
@@ -32,15 +34,17 @@ def show(
     ] = False,
 ) -> None:
     """Show a run in short: status, attempts, steps, loss, evaluation, incidents, checkpoints."""
-    summary = summarize(find_run(run))
+    place = find_run(run)
+    summary = summarize(place)
     if as_json:
         print(json.dumps(summary.to_json(), indent=2, allow_nan=False))
-        return
-    console = Console(soft_wrap=True)
-    for line in _lines(summary):
-        console.print(line)
-    if summary.attempts:
-        console.print(_attempts(summary))
+    else:
+        console = Console(soft_wrap=True)
+        for line in _lines(summary):
+            console.print(line)
+        if summary.attempts:
+            console.print(_attempts(summary))
+    settle([place])
 
 
 def _lines(summary: RunSummary) -> list[Text]:

@@ -18,8 +18,9 @@ import typer
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import RUNS
+from samestep.cli.settle import settle
 from samestep.errors import InputError
-from samestep.names import TRACKING_DATABASE, Env
+from samestep.names import TRACKING_DATABASE, TRACKING_FILE, Env
 from samestep.telemetry.targets import announced
 
 START_S: Final = 120.0
@@ -54,6 +55,7 @@ def ui(
             "to the server that they were delivered to"
         )
     _require_free(host, port)
+    settle(place.child(name) for name in place.list() if place.exists(f"{name}/{TRACKING_FILE}"))
     _serve(f"sqlite:///{place.root}/{TRACKING_DATABASE}", host, port)
 
 

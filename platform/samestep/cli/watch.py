@@ -17,6 +17,7 @@ from samestep.cli.chart import chart
 from samestep.cli.display import duration, number
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.settle import settle
 from samestep.names import TimePart
 from samestep.replay.watching import Watching
 
@@ -51,13 +52,19 @@ def watch(
 
     Ctrl-C ends the watching and leaves the run alone.
     """
-    watching = Watching(find_run(run))
+    place = find_run(run)
+    watching = Watching(place)
     watching.read()
     console = Console(highlight=False)
     width = min(MAX_WIDTH, console.width)
     if once or not console.is_terminal:
         console.print(picture(watching, width=width, now=time.time()))
-        return
+    else:
+        _follow(watching, console, width)
+    settle([place])
+
+
+def _follow(watching: Watching, console: Console, width: int) -> None:
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:

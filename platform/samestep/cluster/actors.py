@@ -31,8 +31,13 @@ class RecorderHost:
         self._recorder: Any = None
         self._lock = threading.Lock()
 
-    def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Calls a method of the recorder."""
+    def call(self, method: str, args: list[Any]) -> Any:
+        """Calls a method of the recorder.
+
+        Args:
+            method: its name.
+            args: a list, since Ray writes lists of plain data as such; a tuple is pickled.
+        """
         with self._lock:
             if self._recorder is None:
                 plan, run_uri, run, spec_yaml = self._arguments
@@ -62,7 +67,7 @@ class RayTarget:
             TimeoutError: it did not answer in time.
         """
         try:
-            return ray.get(self._actor.call.remote(method, args), timeout=CALL_TIMEOUT_S)
+            return ray.get(self._actor.call.remote(method, list(args)), timeout=CALL_TIMEOUT_S)
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
         except ray.exceptions.GetTimeoutError as error:
@@ -90,7 +95,7 @@ def start_recorder(plan: SinkPlan, run_uri: str, run: str, spec_yaml: str) -> tu
     )
     target = RayTarget(actor)
     try:
-        ray.get(actor.call.remote("status", ()), timeout=OPEN_TIMEOUT_S)
+        ray.get(actor.call.remote("status", []), timeout=OPEN_TIMEOUT_S)
     except ray.exceptions.RayTaskError as error:
         raise _cause(error) from None
     except ray.exceptions.RayError as error:

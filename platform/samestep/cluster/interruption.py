@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from samestep.checkpoint.reading import committed_digest, list_checkpoints
+from samestep.checkpoint.committed import committed_digest, list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.errors import ExitStatus
 from samestep.names import RunState

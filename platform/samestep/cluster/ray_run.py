@@ -18,6 +18,7 @@ from samestep.cluster.placement import settle_mode
 from samestep.cluster.ray_private import worker_output_to
 from samestep.cluster.session import Session, ray_session
 from samestep.errors import RecorderError
+from samestep.names import Tag
 from samestep.spec import Mode, dump_spec
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
     ):
         mode, why = settle_mode(spec, session, no_fallback=order.no_fallback)
         order = replace(order, spec=spec.model_copy(update={"mode": mode}))
+        where = {**order.plan.about, str(Tag.CLUSTER): session.address}
+        plan = replace(order.plan, about=where)
         # The run keeps the spec as it was given; a mode that was settled here is no part of it.
-        actor, target = start_recorder(order.plan, order.run_uri, order.name, dump_spec(spec))
+        actor, target = start_recorder(plan, order.run_uri, order.name, dump_spec(spec))
         try:
             for note in [*session.notes, *([why] if why else [])]:
                 target.call("say", note)

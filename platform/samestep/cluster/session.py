@@ -35,12 +35,14 @@ class Session:
         is_local: we started the cluster, and end it.
         num_nodes: nodes that are alive and have CPUs or GPUs.
         is_copied: each worker has a copy of the working directory, made by Ray.
+        address: of the cluster's head.
         notes: what the user should know.
     """
 
     is_local: bool
     num_nodes: int
     is_copied: bool
+    address: str
     notes: list[str]
 
 
@@ -132,6 +134,7 @@ def _described(*, is_local: bool, notes: list[str]) -> Session:
         is_local=is_local,
         num_nodes=len(useful),
         is_copied=bool(ray.get_runtime_context().runtime_env.get("working_dir")),
+        address=str(ray.get_runtime_context().gcs_address),
         notes=notes,
     )
 

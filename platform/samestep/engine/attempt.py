@@ -27,7 +27,7 @@ from samestep.engine.ending import Ending
 from samestep.engine.failure import Failure
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
-from samestep.engine.final_model import Taker
+from samestep.engine.fingerprint import fingerprints
 from samestep.engine.heap import keep_freed_memory
 from samestep.engine.initial import Initial, load_initial
 from samestep.engine.loop import Loop
@@ -51,6 +51,7 @@ from samestep.faults.progress import Phase, Progress
 from samestep.faults.watchdog import Stall, Watchdog
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
+from samestep.telemetry.finished import Finished
 from samestep.telemetry.link import Link, Patient, Target
 from samestep.telemetry.logs import WorkerFiles
 from samestep.workload import load_workload
@@ -100,8 +101,7 @@ class Place:
         is_debugged: a debugger is open, so that standing still is fine.
         on_step: told of each step before it is taken, and of the attempt.
         on_failure: told at once of a failure of this worker's own, before others can learn why.
-        on_finished: called once in worker 0 with the final model, a call that uses it once, and
-            the file of the workload; must not raise.
+        on_finished: called once in worker 0 with what the run ends with; must not raise.
     """
 
     mode: str
@@ -117,7 +117,7 @@ class Place:
     is_debugged: Callable[[], bool] = _never
     on_step: Callable[[int, int], None] = _unheard
     on_failure: Callable[[], object] = _nothing
-    on_finished: Taker | None = None
+    on_finished: Callable[[Finished], None] | None = None
 
 
 def run_attempt(spec: JobSpec, place: Place) -> Ending:
@@ -180,6 +180,7 @@ class _Attempt:
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
         self._step = 0
+        self._datasets: list[dict[str, Any]] = []
 
     def run(self) -> Ending:
         """Trains."""
@@ -203,6 +204,8 @@ class _Attempt:
         self._step = saved.step
         initial = load_initial(spec, built.parts) if saved.source is None else None
         replicas = make_replicas(spec, built, place.devices, peers)
+        if peers.world_rank == 0:
+            self._datasets = [found.to_json() for found in fingerprints(built)]
         self._feed = Feed(
             workload=built.workload,
             dataset=built.dataset,
@@ -444,6 +447,7 @@ class _Attempt:
                 "steps_per_epoch": built.order.steps_per_epoch,
                 "dataset_size": built.dataset_size,
                 "custom_order": built.custom_order,
+                "datasets": self._datasets,
                 "placement_dependent": mixed,
                 "process_started": psutil.Process().create_time(),
             }

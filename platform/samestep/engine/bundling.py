@@ -24,8 +24,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import Outline
 from samestep.engine.rereading import Rereading
 from samestep.errors import BundleError, SamestepError
-from samestep.incidents.bundle import Bundle, StateSource
-from samestep.incidents.bundle_folder import folder_of, has_bundle
+from samestep.incidents.bundle import Bundle, StateSource, folder_of, has_bundle
 from samestep.incidents.record import Incident
 from samestep.incidents.redaction import Redaction
 from samestep.incidents.source_files import source_files

@@ -36,6 +36,9 @@ class Evaluation:
         dataset: the evaluation data.
         ema: live averages of the weights, which are evaluated instead of them.
 
+    Attributes:
+        dataset: the evaluation data, of `size` samples.
+
     Raises:
         WorkloadError: the evaluation data is unusable, or `evaluate` is missing.
     """
@@ -51,6 +54,7 @@ class Evaluation:
         self._spec = spec
         self._ema = ema
         self._workload = workload
+        self.dataset = dataset
         self.size = require_map_style(dataset, "evaluation_data()")
         if self.size == 0:
             raise WorkloadError(

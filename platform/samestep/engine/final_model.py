@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
+from samestep.checkpoint.reading import load_weights
+from samestep.engine.appraisal import Best
 from samestep.engine.ema import averages_in
 from samestep.engine.peers import Peers
 from samestep.engine.setup import Built
+from samestep.telemetry.finished import Finished
 from samestep.workload import Workload
 
-Taker = Callable[[nn.Module, Callable[[], object], Path | None], None]
-"""Given the model, a call that uses it once, and the file of the workload; must not raise."""
 
-
-def hand_out(built: Built, taker: Taker, *, step: int, device: torch.device) -> None:
+def hand_out(
+    built: Built,
+    taker: Callable[[Finished], None],
+    *,
+    run_uri: str,
+    step: int,
+    best: Best | None,
+    device: torch.device,
+) -> None:
     """Gives the model after `step` steps: the one that is evaluated, so the averages if any."""
     model = built.parts.model
 
@@ -27,8 +35,15 @@ def hand_out(built: Built, taker: Taker, *, step: int, device: torch.device) -> 
         if built.evaluation is not None:
             built.evaluation.run(model, Peers(None), step=step, device=device, max_batches=1)
 
+    def best_weights() -> Mapping[str, Any] | None:
+        """Those of the best checkpoint, read from storage; None where the last state has them."""
+        if best is None or best[0] == step:
+            return None
+        return load_weights(run_uri, checkpoint=best[0])
+
     with averages_in(model, built.parts.ema):
-        taker(model, use, module_file(built.workload))
+        code = module_file(built.workload)
+        taker(Finished(model=model, use=use, code=code, best_weights=best_weights))
 
 
 def module_file(workload: Workload) -> Path | None:

@@ -10,17 +10,16 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-
 from samestep.checkpoint.state import State
 from samestep.checkpoint.storage import Storage
+from samestep.engine import devices
 from samestep.engine.appraisal import Appraisal
 from samestep.engine.detection import Detection, RolledBack
 from samestep.engine.ending import Ending
 from samestep.engine.evidence import Evidence
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
-from samestep.engine.final_model import Taker, hand_out
+from samestep.engine.final_model import hand_out
 from samestep.engine.flag import Flag
 from samestep.engine.hooks import Hooks
 from samestep.engine.keeping import SAVE_FLAG, Keeping
@@ -41,8 +40,9 @@ from samestep.incidents.record import Incident
 from samestep.incidents.rollback import Rollback
 from samestep.names import Activity, Event
 from samestep.spec import JobSpec
+from samestep.telemetry.finished import Finished
 from samestep.telemetry.link import Link, Target
-from samestep.telemetry.reports import NO_DEVICE, Reporter
+from samestep.telemetry.reports import Reporter
 from samestep.telemetry.timesheet import Timesheet, during
 from samestep.workload import Values, Workload
 
@@ -76,7 +76,7 @@ class Loop:
         on_step: Callable[[int], None],
         progress: Progress,
         wants: Callable[[], int],
-        on_finished: Taker | None,
+        on_finished: Callable[[Finished], None] | None,
     ) -> None:
         self._on_finished = on_finished
         self._spec = spec
@@ -84,6 +84,7 @@ class Loop:
         self._engine = engine
         self._feed = feed
         self._peers = peers
+        self._run = run
         self._target = target
         self._link = link
         self._attempt = attempt
@@ -117,7 +118,8 @@ class Loop:
             attempt=attempt,
             world_rank=peers.world_rank,
             # Not by way of the loop: a circle would keep the group's sockets open after an error.
-            device_memory=partial(_device_memory, self._device),
+            device_memory=partial(devices.memory, self._device),
+            gpus=partial(devices.gpu_loads, [replica.device for replica in engine.replicas]),
         )
         self._flag = 0
         self._detection = Detection(
@@ -304,7 +306,14 @@ class Loop:
         if done:
             reason = "early_stop" if self._step < self._built.end_step else "end"
         if done and self._on_finished is not None:
-            hand_out(self._built, self._on_finished, step=self._step, device=self._device)
+            hand_out(
+                self._built,
+                self._on_finished,
+                run_uri=self._run.uri,
+                step=self._step,
+                best=appraisal.best,
+                device=self._device,
+            )
         self._target.call(
             "finish",
             self._attempt,
@@ -487,11 +496,3 @@ class Loop:
     @property
     def _evaluation_here(self) -> dict[str, float] | None:
         return self._evaluation if self._evaluated_at == self._step else None
-
-
-def _device_memory(device: torch.device) -> tuple[int, int]:
-    """The most that was allocated, and all there is, in bytes."""
-    if device.type != "cuda":
-        return NO_DEVICE
-    total = torch.cuda.get_device_properties(device).total_memory
-    return torch.cuda.max_memory_allocated(device), int(total)

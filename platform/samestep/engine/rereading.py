@@ -23,7 +23,8 @@ from typing import Final
 
 from samestep.engine.feed import Fetcher
 from samestep.exact.order import ShardPlan
-from samestep.incidents.samples import StepSamples, file_name
+from samestep.incidents.bundle import sample_file
+from samestep.incidents.samples import StepSamples
 
 READ_S: Final = 30.0
 NICE: Final = 5
@@ -100,7 +101,7 @@ class Rereading:
         found: dict[int, list[Path]] = {}
         for step in self.steps:
             # The JSON is written last: without it the rest is not whole.
-            pair = [self._folder / file_name(step, kind) for kind in ("json", "safetensors")]
+            pair = [self._folder / sample_file(step, kind) for kind in ("json", "safetensors")]
             if pair[0].exists():
                 found[step] = [path for path in pair if path.exists()]
         return found, why

@@ -15,17 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.checkpoint import snapshot
+from samestep.checkpoint.committed import best_of, committed_digest, list_checkpoints
 from samestep.checkpoint.ranking import Ranking
-from samestep.checkpoint.reading import (
-    Damaged,
-    Loaded,
-    best_of,
-    committed_digest,
-    list_checkpoints,
-    load_checkpoint,
-    newest_whole,
-    set_aside,
-)
+from samestep.checkpoint.reading import Damaged, Loaded, load_checkpoint, newest_whole, set_aside
 from samestep.checkpoint.state import State, restore
 from samestep.checkpoint.storage import Storage
 from samestep.engine import survivor

@@ -29,6 +29,7 @@ class Purpose(StrEnum):
     EVALUATION = "evaluation"
     HOOK = "hook"
     AUDIT = "audit"
+    FINGERPRINT = "fingerprint"
 
 
 def stream_key(seed: int, purpose: Purpose, *indices: int) -> bytes:

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from samestep import __version__, names
 from samestep.checkpoint.manifest import FileEntry
+from samestep.checkpoint.storage import Storage
 from samestep.errors import BundleError
 from samestep.incidents import strict_json as strict
 from samestep.names import IncidentKind
@@ -51,6 +52,7 @@ _PATH: Final = re.compile(
     rf"|{names.BUNDLE_CODE_DIR}(?:/{_PART}){{1,20}}"
 )
 _ID: Final = re.compile(r"[a-z0-9_]+-step-\d{8,18}-attempt-\d+(?:-\d+)?")
+_SAMPLE: Final = re.compile(re.escape(names.CHECKPOINT_PREFIX) + r"(\d{8,18})\.(json|safetensors)")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -181,6 +183,29 @@ class Bundle:
 def is_path(name: str) -> bool:
     """Whether a bundle may have a file of that name; none leads out of its folder."""
     return _PATH.fullmatch(name) is not None
+
+
+def sample_file(step: int, suffix: str) -> str:
+    """Name of the file of a step's samples, without the folder."""
+    return f"{names.CHECKPOINT_PREFIX}{step:08d}.{suffix}"
+
+
+def step_of_sample(name: str) -> int | None:
+    """The step whose file has this name; None: it is none."""
+    match = _SAMPLE.fullmatch(name)
+    if match is None or sample_file(int(match[1]), match[2]) != name:
+        return None
+    return int(match[1])
+
+
+def folder_of(run: Storage, incident_id: str) -> Storage:
+    """Where the bundle of an incident lies, if there is one."""
+    return run.child(names.INCIDENTS_DIR).child(incident_id)
+
+
+def has_bundle(folder: Storage) -> bool:
+    """Whether one was finished there."""
+    return folder.exists(names.BUNDLE_FILE)
 
 
 _KINDS: Final[Mapping[str, strict.Kinds]] = {

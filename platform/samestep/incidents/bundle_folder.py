@@ -14,23 +14,20 @@ from samestep.checkpoint.manifest import FileEntry, Manifest
 from samestep.checkpoint.storage import Storage, is_temporary
 from samestep.errors import BundleError
 from samestep.incidents import strict_json as strict
-from samestep.incidents.bundle import MAX_FILES, MAX_MANIFEST_BYTES, Bundle
+from samestep.incidents.bundle import (
+    MAX_FILES,
+    MAX_MANIFEST_BYTES,
+    Bundle,
+    has_bundle,
+    sample_file,
+    step_of_sample,
+)
 from samestep.incidents.record import Incident
-from samestep.incidents.samples import check_layout, file_name, step_of
+from samestep.incidents.spread import check_layout
 
 PART_BYTES: Final = 16 << 20
 BESIDE: Final = (names.BUNDLE_FILE, names.REPORT_FILE)
 """What may lie in the folder beside the files that `bundle.json` lists."""
-
-
-def folder_of(run: Storage, incident_id: str) -> Storage:
-    """Where the bundle of an incident lies, if there is one."""
-    return run.child(names.INCIDENTS_DIR).child(incident_id)
-
-
-def has_bundle(folder: Storage) -> bool:
-    """Whether one was finished there."""
-    return folder.exists(names.BUNDLE_FILE)
 
 
 def read_bundle(folder: Storage) -> Bundle:
@@ -160,14 +157,14 @@ def _check_samples(folder: Storage, bundle: Bundle) -> None:
     """Every step whose samples are said to be here has its file, and no file is of another."""
     prefix = f"{names.BUNDLE_SAMPLES_DIR}/"
     found = [name.removeprefix(prefix) for name in bundle.files if name.startswith(prefix)]
-    steps = {step_of(name) for name in found}
-    lacking = [step for step in bundle.sample_steps if file_name(step, "json") not in found]
+    steps = {step_of_sample(name) for name in found}
+    lacking = [step for step in bundle.sample_steps if sample_file(step, "json") not in found]
     odd = [
         step
         for step in steps
         if step is None
         or not bundle.state_step <= step <= bundle.step
-        or file_name(step, "json") not in found
+        or sample_file(step, "json") not in found
     ]
     if lacking or odd:
         raise BundleError(f"{folder.uri}/{prefix} does not hold the samples of the steps it should")

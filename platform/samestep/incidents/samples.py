@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,21 +16,17 @@ from typing import Any, Final
 from safetensors.torch import load, save
 from torch import Tensor
 
-from samestep import names
 from samestep.checkpoint.layout import Layout, from_stored, to_stored
 from samestep.errors import BundleError, CheckpointError
 from samestep.exact.order import ShardPlan
 from samestep.incidents import strict_json as strict
 from samestep.incidents.batch_code import decode_batch, encode_batch
+from samestep.incidents.bundle import sample_file
+from samestep.incidents.spread import check_layout, is_compact
 
 FORMAT: Final = 1
 MAX_SHARDS: Final = 4096
 MAX_IDS: Final = 1 << 26
-MAX_SPREAD: Final = 64
-"""A tensor with strides may span so many times its own bytes; one that spans more is kept dense."""
-FREE_SPREAD_BYTES: Final = 1 << 20
-
-_NAME: Final = re.compile(re.escape(names.CHECKPOINT_PREFIX) + r"(\d{8,18})\.(json|safetensors)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +106,9 @@ class StepSamples:
             "step": step,
             "shards": [_shard_to_json(shard, redact) for shard in self.shards],
         }
-        found = {file_name(step, "json"): json.dumps(data, separators=(",", ":")).encode("ascii")}
+        found = {sample_file(step, "json"): json.dumps(data, separators=(",", ":")).encode("ascii")}
         if self.stored:
-            found[file_name(step, "safetensors")] = save(self.stored)
+            found[sample_file(step, "safetensors")] = save(self.stored)
         return found
 
     @classmethod
@@ -163,39 +158,6 @@ class StepSamples:
             return decode_batch(kept.text, tensors, modules=modules)
 
 
-def file_name(step: int, suffix: str) -> str:
-    """Of a step's file."""
-    return f"{names.CHECKPOINT_PREFIX}{step:08d}.{suffix}"
-
-
-def step_of(name: str) -> int | None:
-    """The step whose file has this name; None: it is none."""
-    match = _NAME.fullmatch(name)
-    if match is None or file_name(int(match[1]), match[2]) != name:
-        return None
-    return int(match[1])
-
-
-def check_layout(layout: Layout, *, name: str) -> None:
-    """Refuses a layout from a file that no tensor has, or that would take far more memory.
-
-    Raises:
-        CheckpointError: names the tensor.
-    """
-    numbers = (*layout.shape, *layout.strides)
-    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
-        raise CheckpointError(f"{name}: impossible layout {layout}")
-    layout.check(name=name)
-    if not _is_compact(layout):
-        raise CheckpointError(f"{name}: {layout} spans far more memory than it has elements")
-
-
-def _is_compact(layout: Layout) -> bool:
-    num_bytes = math.prod(layout.shape) * 16
-    span = 1 + sum(stride * (size - 1) for stride, size in layout.significant_strides)
-    return span <= max(FREE_SPREAD_BYTES, MAX_SPREAD * num_bytes)
-
-
 def _stored(name: str, tensor: Tensor) -> tuple[Layout, Tensor]:
     """The layout to be given back, and what the file holds: an expanded dimension once."""
     strides, shape = tensor.stride(), tensor.shape
@@ -203,7 +165,7 @@ def _stored(name: str, tensor: Tensor) -> tuple[Layout, Tensor]:
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     layout = Layout.of(tensor, name=name)
-    if not _is_compact(layout):
+    if not is_compact(layout):
         layout = Layout.of(tensor.contiguous(), name=name)
         strides = tuple(
             0 if s == 0 else new for s, new in zip(strides, layout.strides, strict=True)

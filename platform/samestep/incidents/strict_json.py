@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from samestep.checkpoint.encode import parse_json
+from samestep.checkpoint.strict_json import parse_json
 from samestep.errors import BundleError, SamestepError
 
 MAX_BYTES: Final = 256 << 20

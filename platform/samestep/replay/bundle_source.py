@@ -22,11 +22,11 @@ from samestep.engine.survivor import HELD_KEY, Rest, Stage
 from samestep.errors import BundleError, CannotReplayError
 from samestep.exact.order import ShardPlan
 from samestep.incidents import strict_json as strict
-from samestep.incidents.bundle import Bundle
+from samestep.incidents.bundle import Bundle, sample_file
 from samestep.incidents.bundle_folder import incident_of, read_file, verify_bundle
 from samestep.incidents.packing import unpack
 from samestep.incidents.record import Incident
-from samestep.incidents.samples import StepSamples, file_name
+from samestep.incidents.samples import StepSamples
 from samestep.replay.source import Start
 from samestep.spec import JobSpec
 from samestep.telemetry.identity import parse_spec_text
@@ -191,7 +191,7 @@ class BundleSource:
 
     def _samples(self, step: int) -> StepSamples | None:
         prefix = names.BUNDLE_SAMPLES_DIR
-        text, tensors = (f"{prefix}/{file_name(step, kind)}" for kind in ("json", "safetensors"))
+        text, tensors = (f"{prefix}/{sample_file(step, kind)}" for kind in ("json", "safetensors"))
         if step < 0 or text not in self.bundle.files:
             return None
         if self._kept is None or self._kept[0] != step:  # one at a time: they may be large

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from samestep import names
+from samestep.checkpoint.committed import CheckpointInfo, best_of, list_checkpoints
 from samestep.checkpoint.manifest import step_name
-from samestep.checkpoint.reading import CheckpointInfo, best_of, list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.verified import verify_folder
 from samestep.errors import CheckpointError

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from samestep.checkpoint.committed import list_checkpoints
 from samestep.checkpoint.manifest import Manifest, step_name
-from samestep.checkpoint.reading import list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.exact.numerics import INFORMATIONAL, differences

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from samestep.checkpoint.reading import list_checkpoints
+from samestep.checkpoint.committed import list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.engine.attempt import Place, run_attempt, verdict_outcome
 from samestep.engine.flag import Flag

@@ -6,19 +6,18 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from samestep.checkpoint.reading import CheckpointInfo, best_of, list_checkpoints
+from samestep.checkpoint.committed import CheckpointInfo, best_of, list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.exact.digest import canonical_float_hex
 from samestep.incidents.record import Incident, list_incidents
 from samestep.incidents.rollback import Rollback
-from samestep.names import Event, RunState
+from samestep.names import DIED, Event, RunState
 from samestep.spec import JobSpec
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.lease import Holder, holder
 from samestep.telemetry.past import Attempt, Past, read_past
 from samestep.telemetry.records import StepRecord
 
-DIED = "died"
 FORKED = "forked"
 
 

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import RecorderError
-from samestep.incidents.bundle import Bundle
-from samestep.incidents.bundle_folder import folder_of, has_bundle
+from samestep.incidents.bundle import Bundle, folder_of, has_bundle
 from samestep.incidents.record import Incident, list_incidents
 from samestep.names import BUNDLE_FILE, IncidentKind
 from samestep.telemetry.tenure import Tenure

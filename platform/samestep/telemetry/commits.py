@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from samestep.checkpoint.committed import commit
 from samestep.checkpoint.manifest import Manifest
 from samestep.checkpoint.retention import apply_retention, clear_unfinished
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import commit
 from samestep.errors import DivergenceError, RecorderError
 from samestep.names import Event
 from samestep.telemetry.intake import Intake

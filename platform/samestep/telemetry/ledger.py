@@ -158,7 +158,7 @@ def lines_around(run: Storage, incident_id: str, *, from_step: int) -> list[dict
 
 def _is_of(line: Mapping[str, Any], incident_id: str) -> bool:
     is_one = line["type"] == EVENT and line["event"] == Event.INCIDENT
-    return is_one and line["fields"].get("id") == incident_id
+    return is_one and bool(line["fields"].get("id") == incident_id)
 
 
 def _from_the_end(run: Storage) -> Iterator[dict[str, Any]]:

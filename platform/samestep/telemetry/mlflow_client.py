@@ -7,6 +7,7 @@ runs in one process don't mix. MLflow is imported with the first call, which tak
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import os
 import ssl
@@ -22,14 +23,20 @@ from urllib.parse import urlsplit, urlunsplit
 
 from samestep.errors import SamestepError
 from samestep.names import Env, Tag
+from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.tracking_file import without_password
 from samestep.telemetry.tracking_names import MAX_TAG, batches
 
+WEB: Final = ("http://", "https://")
+SERVERS: Final = (*WEB, "databricks")
 TIMEOUT_S: Final = 10
 PROBE_TIMEOUT_S: Final = 5.0
 MAX_RETRIES: Final = 1
 MAX_METRICS: Final = 1000
 MAX_PARAMS: Final = 100
+MAX_DATASET_NAME: Final = 500
+CONTEXT_TAG: Final = "mlflow.data.context"
+REGISTER_S: Final = 30
 ENDED: Final = ("FINISHED", "FAILED", "KILLED")
 
 _loading = threading.Lock()
@@ -37,6 +44,10 @@ _loading = threading.Lock()
 
 class TrackingError(SamestepError):
     """MLflow can't be reached, or refused something."""
+
+
+class NoSuchRunError(TrackingError):
+    """MLflow has not got the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +76,18 @@ class MlflowRun:
         artifact_root: where a new experiment keeps artifacts; None: where the server says.
         key: a text that names this run alone, to find it by when its id got lost.
         name: shown by MLflow.
+        run_id: by which it is looked for first.
+        make: make the experiment and the run where they are not there.
+
+    Attributes:
+        run_id: of the run.
+        status: RUNNING, FINISHED, FAILED or KILLED.
+        start_ms: when it began, in milliseconds since the epoch.
+        params: parameters it has.
 
     Raises:
         TrackingError: here and in every method: the server is away or refuses.
+        NoSuchRunError: the run is not there, and not to be made.
     """
 
     def __init__(
@@ -79,13 +99,19 @@ class MlflowRun:
         key: str,
         name: str,
         run_id: str | None = None,
+        make: bool = True,
     ) -> None:
+        self._is_server = uri.startswith(SERVERS)
         try:
             require_answer(uri)
             self._mlflow = load_mlflow()
             self._client: Any = self._mlflow.MlflowClient(tracking_uri=uri)
+            if not make and self._client.get_experiment_by_name(experiment) is None:
+                raise NoSuchRunError(f"there is no experiment {experiment!r}")
             self.experiment_id = self._experiment(experiment, artifact_root)
-            found = (self._known(run_id) if run_id else None) or self._find(key)
+            found = self._there(run_id, key)
+            if found is None and not make:
+                raise NoSuchRunError(f"there is no run {key!r}")
             if found is None:
                 found = self._client.create_run(
                     self.experiment_id, tags={str(Tag.KEY): key}, run_name=name
@@ -94,6 +120,7 @@ class MlflowRun:
             raise _told(error) from error
         self.run_id: str = found.info.run_id
         self.status: str = found.info.status
+        self.start_ms: int = int(found.info.start_time or 0)
         self.params: dict[str, str] = dict(found.data.params)
 
     def log_points(self, points: Sequence[Point]) -> None:
@@ -121,8 +148,9 @@ class MlflowRun:
 
     def set_status(self, status: str, time_ms: int) -> None:
         """Sets RUNNING, FINISHED, FAILED or KILLED."""
-        if status in ENDED:
-            self._call("set_terminated", status=status, end_time=time_ms)
+        if status in ENDED:  # not before it began there, which was when MLflow was loaded
+            end_ms = max(time_ms, self.start_ms)
+            self._call("set_terminated", status=status, end_time=end_ms)
         else:
             self._call("update_run", status=status)
         self.status = status
@@ -134,6 +162,24 @@ class MlflowRun:
             path = Path(temporary, file)
             path.write_bytes(data)
             self._call("log_artifact", local_path=str(path), artifact_path=folder or None)
+
+    def log_datasets(self, found: Sequence[DatasetInfo]) -> None:
+        """Notes what the run works on; the same dataset told twice is noted once."""
+        entities = self._mlflow.entities
+        inputs = [
+            entities.DatasetInput(
+                dataset=entities.Dataset(
+                    name=item.kind[-MAX_DATASET_NAME:],
+                    digest=item.digest,
+                    source_type="code",
+                    source=json.dumps({"tags": {str(Tag.SOURCE_NAME): item.kind}}),
+                    profile=json.dumps({"num_rows": item.size, "num_sampled": item.num_sampled}),
+                ),
+                tags=[entities.InputTag(key=CONTEXT_TAG, value=item.context)],
+            )
+            for item in found
+        ]
+        self._call("log_inputs", datasets=inputs)
 
     def create_model(self, name: str, step: int) -> str:
         """Makes room for a model of this run; returns its id."""
@@ -154,6 +200,34 @@ class MlflowRun:
             self._client.finalize_logged_model(model_id, "READY")
         except Exception as error:
             raise _told(error) from error
+
+    def register_model(self, model_id: str, *, name: str, alias: str) -> str:
+        """Makes a model the next version of a registered one, which the alias names from now on.
+
+        Returns:
+            The version.
+        """
+        try:
+            try:
+                self._client.create_registered_model(name)
+            except self._mlflow.exceptions.MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            # A database's registry would look the model up in MLflow's global store, not in ours.
+            source = f"models:/{model_id}"
+            if not self._is_server:
+                source = self._client.get_logged_model(model_id).artifact_location
+            version = self._client.create_model_version(
+                name,
+                source,
+                run_id=self.run_id,
+                model_id=model_id,
+                await_creation_for=REGISTER_S,
+            )
+            self._client.set_registered_model_alias(name, alias, version.version)
+        except Exception as error:
+            raise _told(error) from error
+        return str(version.version)
 
     def _call(self, method: str, **arguments: Any) -> None:
         try:
@@ -176,6 +250,9 @@ class MlflowRun:
                 "another name"
             )
         return str(found.experiment_id)
+
+    def _there(self, run_id: str | None, key: str) -> Any:
+        return (self._known(run_id) if run_id else None) or self._find(key)
 
     def _known(self, run_id: str) -> Any:
         try:
@@ -203,7 +280,7 @@ def require_answer(uri: str) -> None:
     Raises:
         TrackingError: nobody answers.
     """
-    if not uri.startswith(("http://", "https://")):
+    if not uri.startswith(WEB):
         return
     parts = urlsplit(without_password(uri))
     url = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/health", query=""))

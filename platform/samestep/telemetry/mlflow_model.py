@@ -1,7 +1,7 @@
-"""Packs the final model for MLflow, with its signature, into the run directory.
+"""Packs the final and the best model for MLflow, with signature, into the run directory.
 
-It happens in a worker, which has the live model; the MLflow sink uploads the package when it can.
-So a server that is away costs the worker nothing, and the model arrives later.
+It happens in a worker, which has the live model; the MLflow sink uploads the packages when it can.
+So a server that is away costs the worker nothing, and the models arrive later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from samestep.checkpoint.storage import Storage
 from samestep.exact.seeds import global_generators_kept
-from samestep.names import MODEL_DIR
+from samestep.names import BEST_MODEL_DIR, MODEL_DIR
+from samestep.telemetry.finished import Finished
 from samestep.telemetry.mlflow_client import load_mlflow
 
 logger = logging.getLogger(__name__)
@@ -43,27 +44,40 @@ class Example:
     output: Any
 
 
-def model_keeper(
-    run_uri: str, say: Callable[[str], object]
-) -> Callable[[nn.Module, Callable[[], object], Path | None], None]:
-    """What a launcher gives its workers to call once with the final model; never raises.
+def model_keeper(run_uri: str, say: Callable[[str], object]) -> Callable[[Finished], None]:
+    """What a launcher gives its workers to call once with what the run ends with; never raises.
 
     Args:
         run_uri: the run directory.
         say: tells whoever follows the run what went wrong.
-
-    Returns:
-        A function of the model, of a call that uses it once as an evaluation does, and of the
-        file that defines it, if there is one.
     """
 
-    def keep(model: nn.Module, use: Callable[[], object], code: Path | None) -> None:
-        try:
-            pack_model(Storage.at(run_uri), model, use, code=[code] if code else [])
-        except Exception as error:  # the run is done: nothing about MLflow may fail it now
-            logger.warning("the final model is not packed for MLflow", exc_info=True)
-            text = str(error).strip().partition("\n")[0]
-            say(f"the final model does not go to MLflow ({type(error).__name__}: {text})")
+    def keep(end: Finished) -> None:
+        run = Storage.at(run_uri)
+        code = [end.code] if end.code else []
+        example: Example | None = None
+
+        def final() -> None:
+            nonlocal example
+            example = example_of(end.model, end.use)
+            pack_model(run, MODEL_DIR, end.model, example, code=code)
+
+        def best() -> None:
+            weights = end.best_weights()
+            if weights is None:  # of an earlier end of this run, which went on
+                run.delete(BEST_MODEL_DIR)
+                return
+            model = copy.deepcopy(end.model)
+            model.load_state_dict(weights)
+            pack_model(run, BEST_MODEL_DIR, model, example, code=code)
+
+        for what, pack in (("final", final), ("best", best)):
+            try:
+                pack()
+            except Exception as error:  # the run is done: nothing about MLflow may fail it now
+                logger.warning("the %s model is not packed for MLflow", what, exc_info=True)
+                text = str(error).strip().partition("\n")[0]
+                say(f"the {what} model does not go to MLflow ({type(error).__name__}: {text})")
 
     return keep
 
@@ -94,12 +108,13 @@ def example_of(model: nn.Module, use: Callable[[], object]) -> Example | None:
 
 def pack_model(
     run: Storage,
+    name: str,
     model: nn.Module,
-    use: Callable[[], object],
+    example: Example | None,
     *,
     code: Sequence[Path] = (),
 ) -> None:
-    """Writes `model/` into the run directory, over an earlier one.
+    """Writes a folder into the run directory, over an earlier one of that name.
 
     A model that `torch.export` can trace, and that takes tensors by position, is kept as a graph,
     which loads without the workload's code and without running any; others are pickled, with the
@@ -107,18 +122,17 @@ def pack_model(
 
     Args:
         run: the run directory.
+        name: of the folder.
         model: the trained model, without any wrapper; not changed.
-        use: calls the model once, as an evaluation of the workload does; its first call gives
-            the signature.
+        example: a call of it, which gives the signature; None: there is none to be had.
         code: files and folders that define the model.
     """
     mlflow = load_mlflow()
     import mlflow.pytorch as flavor
 
-    example = example_of(model, use)
     mine = copy.deepcopy(model).cpu().eval()
     with tempfile.TemporaryDirectory(prefix="samestep-") as temporary:
-        folder = Path(temporary, MODEL_DIR)
+        folder = Path(temporary, name)
         settings: dict[str, Any] = {
             "signature": _signature(mlflow, model, example),
             "pip_requirements": _requirements(),
@@ -131,11 +145,11 @@ def pack_model(
                 code_paths=[str(path) for path in code] or None,
                 **settings,
             )
-        run.delete(MODEL_DIR)
+        run.delete(name)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         # The file that tells a package is written last: without it there is none.
         for path in sorted(files, key=lambda file: file.name == "MLmodel"):
-            run.write(f"{MODEL_DIR}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+            run.write(f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
 
 def _traced(

@@ -8,70 +8,57 @@ whatever happens to recorder, server or run.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from samestep.checkpoint.storage import Storage
-from samestep.errors import InputError, SamestepError
+from samestep.errors import InputError
 from samestep.names import (
-    INCIDENT_FILE,
-    INCIDENTS_DIR,
-    MODEL_DIR,
-    NUMERICS_FILE,
-    PARAMS_ARTIFACT,
-    REQUIREMENTS_ARTIFACT,
-    SPEC_FILE,
     TAG_SPEC_PREFIX,
     THREAD_TRACKING_CHECK,
-    Event,
-    RunState,
     Tag,
 )
-from samestep.spec import dump_spec
 from samestep.telemetry import provenance
+from samestep.telemetry.datasets import DatasetInfo
+from samestep.telemetry.identity import read_result
 from samestep.telemetry.mlflow_client import MlflowRun, Point
-from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.telemetry.mlflow_delivery import ENDED, KILLED, RUNNING, Delivery
+from samestep.telemetry.mlflow_upload import (
+    FileStore,
+    FileUpload,
+    ModelStore,
+    ModelUpload,
+    Refusals,
+)
+from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.sink import RunInfo, StartOver
 from samestep.telemetry.spool import START, Line, Position
+from samestep.telemetry.system_metrics import SystemMetrics
 from samestep.telemetry.tracking_file import (
     Tracked,
     tracked_for,
     without_password,
     write_tracked,
 )
-from samestep.telemetry.tracking_names import (
-    evaluation_metrics,
-    flatten,
-    step_metrics,
-    tracked_params,
-)
+from samestep.telemetry.tracking_names import flatten, tracked_params
 
 INTERVAL_S: Final = 3.0
 REQUIRED_TIMEOUT_S: Final = 45.0
-STATUS: Final = {
-    RunState.DONE: "FINISHED",
-    RunState.FAILED: "FAILED",
-    RunState.INTERRUPTED: "KILLED",
-    RunState.BUDGET_EXHAUSTED: "KILLED",
-}
-RUNNING: Final = "RUNNING"
 
 logger = logging.getLogger(__name__)
 
 
-class TrackedRun(Protocol):
+class TrackedRun(FileStore, ModelStore, Protocol):
     """What a delivery needs of `mlflow_client.MlflowRun`."""
 
     run_id: str
     status: str
+    start_ms: int
     params: dict[str, str]
 
     def log_points(self, points: Sequence[Point]) -> None:
@@ -86,28 +73,11 @@ class TrackedRun(Protocol):
     def set_status(self, status: str, time_ms: int) -> None:
         """Sets the status."""
 
-    def log_file(self, name: str, data: bytes) -> None:
-        """Stores an artifact."""
-
-    def create_model(self, name: str, step: int) -> str:
-        """Makes room for a model; returns its id."""
-
-    def fill_model(self, model_id: str, folder: Path) -> None:
-        """Stores a model's files."""
+    def log_datasets(self, found: Sequence[DatasetInfo]) -> None:
+        """Stores inputs."""
 
 
 Connect = Callable[..., TrackedRun]
-
-
-@dataclass(kw_only=True)
-class _Delivery:
-    """What some lines amount to."""
-
-    tracked: Tracked
-    points: list[Point] = field(default_factory=list)
-    tags: dict[str, str] = field(default_factory=dict)
-    status: str | None = None
-    attempt_changed: bool = False
 
 
 class MlflowSink:
@@ -120,6 +90,8 @@ class MlflowSink:
         required: refuse the start where MLflow can't be reached.
         hint: a command that shows the run, for people; may be empty.
         connect: makes the run in MLflow; tests give their own.
+        interval_s: least time between two deliveries.
+        clock: seconds since the epoch, for what is no part of the ledger.
     """
 
     name = "mlflow"
@@ -134,6 +106,7 @@ class MlflowSink:
         hint: str = "",
         connect: Connect = MlflowRun,
         interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.interval_s = interval_s
         self._uri = uri
@@ -143,9 +116,10 @@ class MlflowSink:
         self._required = required
         self._hint = hint
         self._connect = connect
+        self._clock = clock
         self._client: TrackedRun | None = None
         self._up: bool | None = None  # until MLflow was first spoken to
-        self._files_failed = False
+        self._system = SystemMetrics()
         self._introduced = False
 
     def started(self, info: RunInfo) -> Position:
@@ -153,6 +127,9 @@ class MlflowSink:
         self._info = info
         self._run: Storage = info.run
         self._tracked = tracked_for(info.run, self._uri, self._experiment)
+        refusals = Refusals(info)
+        self._files = FileUpload(info, refusals)
+        self._models = ModelUpload(info, refusals)
         if self._required and not info.returning:
             self._check()
         return self._tracked.position
@@ -163,18 +140,20 @@ class MlflowSink:
             return
         try:
             client = self._connected()
-            delivery = _Delivery(tracked=self._tracked)
+            delivery = Delivery(tracked=self._tracked)
             for line in lines:
-                _add(delivery, line)
+                delivery.add(line)
             client.log_points(delivery.points)
             if delivery.tags:
                 client.set_tags(delivery.tags)
+            if delivery.datasets:
+                client.log_datasets(delivery.datasets)
             if delivery.attempt_changed or delivery.status:
-                delivery.tracked = self._deliver_files(client, delivery.tracked)
-            if delivery.status in STATUS.values():
-                delivery.tracked = self._deliver_model(client, delivery.tracked)
-            if delivery.status and delivery.status != client.status:
-                client.set_status(delivery.status, delivery.tracked.time_ms)
+                delivery.tracked = self._files.deliver(client, delivery.tracked)
+            if delivery.status in ENDED:
+                delivery.tracked = self._models.deliver(client, delivery.tracked, self._keep_models)
+            if delivery.status:
+                delivery.tracked = self._set_status(client, delivery.status, delivery.tracked)
         except StartOver:
             raise
         except Exception:
@@ -186,8 +165,23 @@ class MlflowSink:
     def live(self, record: StepRecord) -> None:
         """Nothing: only what is in the ledger goes to MLflow."""
 
+    def wants(self, report: WorkerReport) -> bool:
+        """Those that tell of a node."""
+        return report.node is not None
+
     def reports(self, found: Sequence[WorkerReport], num_dropped: int) -> None:
-        """Nothing, likewise."""
+        """Shows how busy the nodes are; while MLflow is away it is not told later."""
+        if self._client is None:
+            return
+        now_ms = int(self._clock() * 1000)
+        points = self._system.points(found, now_ms=now_ms, start_ms=self._client.start_ms)
+        if not points:
+            return
+        try:
+            self._client.log_points(points)
+        except Exception as error:  # the next records find out what it is, and tell
+            logger.debug("run=%s system metrics dropped: %r", self._info.name, error)
+            self._up, self._client = False, None
 
     def status(self) -> dict[str, Any]:
         """`mlflow`: where the run is, whether it takes what is delivered, and how far it is."""
@@ -211,7 +205,7 @@ class MlflowSink:
     def close(self) -> None:
         """A run that was left without an end is marked as killed, until it goes on."""
         if self._client is not None and self._up and self._client.status == RUNNING:
-            self._client.set_status("KILLED", self._tracked.time_ms)
+            self._keep(self._set_status(self._client, KILLED, self._tracked))
 
     def _check(self) -> None:
         """Connects within a bounded time, whatever the server does."""
@@ -240,7 +234,10 @@ class MlflowSink:
     def _connected(self) -> TrackedRun:
         if self._client is not None:
             return self._client
-        info, tracked = self._info, self._tracked
+        info = self._info
+        if self._tracked.run_id is None:  # it is RUNNING from the moment it is made
+            self._keep(replace(self._tracked, status=RUNNING))
+        tracked = self._tracked
         client = self._connect(
             self._uri,
             experiment=self._experiment,
@@ -262,6 +259,7 @@ class MlflowSink:
                     uri=tracked.uri,
                     experiment=tracked.experiment,
                     run_id=client.run_id,
+                    status=RUNNING,
                 )
             )
             if is_other:
@@ -269,13 +267,24 @@ class MlflowSink:
             if tracked.position != START:
                 self._client = client
                 raise StartOver
-        self._keep(self._deliver_files(client, self._tracked))
+        self._keep(self._files.deliver(client, self._tracked))
+        if info.returning and client.status in ENDED and read_result(self._run) is None:
+            # Somebody took the run for dead while its recorder was being started again.
+            self._keep(self._set_status(client, RUNNING, self._tracked))
         if not self._introduced:
             hint = f"; see it with: {self._hint}" if self._hint else ""
             info.say(f"MLflow: run {client.run_id} at {self._shown_uri}{hint}")
             self._introduced = True
         self._client = client
         return client
+
+    def _set_status(self, client: TrackedRun, status: str, tracked: Tracked) -> Tracked:
+        """Sets a run's status in MLflow; RUNNING is written down before, an end after."""
+        if status == RUNNING:
+            self._keep(replace(self._tracked, status=RUNNING))
+        if status != client.status:
+            client.set_status(status, tracked.time_ms)
+        return replace(tracked, status=status)
 
     def _first_tags(self, params: dict[str, str], there: dict[str, str]) -> dict[str, str]:
         info = self._info
@@ -292,125 +301,19 @@ class MlflowSink:
                 tags[f"{TAG_SPEC_PREFIX}{path}"[:250]] = value
         return tags
 
-    def _deliver_files(self, client: TrackedRun, tracked: Tracked) -> Tracked:
-        """Stores artifacts that are new or changed; where that fails, warns once and goes on."""
-        try:
-            for name, data in self._files():
-                digest = hashlib.sha256(data).hexdigest()
-                if tracked.files.get(name) != digest:
-                    client.log_file(name, data)
-                    tracked = replace(tracked, files={**tracked.files, name: digest})
-        except SamestepError as error:
-            self._warn_of_files(error)
-        return tracked
-
-    def _warn_of_files(self, error: SamestepError) -> None:
-        if not self._files_failed:
-            self._info.say(f"MLflow does not take artifacts ({error}); metrics go on")
-            logger.info("run=%s MLflow does not take artifacts: %s", self._info.name, error)
-        self._files_failed = True
-
-    def _files(self) -> list[tuple[str, bytes]]:
-        spec = self._info.spec
-        params = json.dumps(flatten(spec.model_dump(mode="json")), indent=1, sort_keys=True)
-        found = [
-            (SPEC_FILE, dump_spec(spec).encode()),
-            (PARAMS_ARTIFACT, params.encode()),
-            (REQUIREMENTS_ARTIFACT, provenance.requirements().encode()),
-        ]
-        names = [NUMERICS_FILE]
-        names += [f"{INCIDENTS_DIR}/{i}/{INCIDENT_FILE}" for i in self._run.list(INCIDENTS_DIR)]
-        return found + [(name, self._run.read(name)) for name in names if self._run.exists(name)]
-
-    def _deliver_model(self, client: TrackedRun, tracked: Tracked) -> Tracked:
-        """Stores the packed final model, if there is one that is not there yet."""
-        names = self._run.walk(MODEL_DIR)
-        if f"{MODEL_DIR}/MLmodel" not in names:
-            return tracked
-        digest = hashlib.sha256(self._run.read(f"{MODEL_DIR}/MLmodel")).hexdigest()
-        if tracked.files.get(MODEL_DIR) == digest:
-            return tracked
-        try:
-            with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-                for name in names:
-                    path = Path(folder, name)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(self._run.read(name))
-                model_id = client.create_model(MODEL_DIR, tracked.next_step)
-                client.fill_model(model_id, Path(folder, MODEL_DIR))
-        except SamestepError as error:
-            self._warn_of_files(error)
-            return tracked
-        files = {**tracked.files, MODEL_DIR: digest}
-        return replace(tracked, files=files, model_id=model_id)
+    def _keep_models(self, made: Tracked) -> None:
+        """Notes models that are there, before the lines that told of the end are through."""
+        self._keep(
+            replace(
+                self._tracked,
+                files=made.files,
+                model_id=made.model_id,
+                best_model_id=made.best_model_id,
+                registered=made.registered,
+            )
+        )
 
     def _keep(self, tracked: Tracked) -> None:
         if tracked != self._tracked:
             write_tracked(self._run, tracked)
             self._tracked = tracked
-
-
-def _add(delivery: _Delivery, line: Line) -> None:
-    record = line.record
-    if isinstance(record, StepRecord):
-        _add_step(delivery, record)
-    else:
-        _add_event(delivery, record)
-    delivery.tracked = replace(delivery.tracked, position=line.position)
-
-
-def _add_step(delivery: _Delivery, record: StepRecord) -> None:
-    tracked = delivery.tracked
-    if record.step < tracked.next_step:
-        return  # taken again under other numerics: the first values stay
-    time_ms = tracked.time_ms if record.time is None else int(record.time * 1000)
-    delivery.points += [
-        Point(name=name, value=value, step=record.step, time_ms=time_ms)
-        for name, value in step_metrics(record)
-    ]
-    delivery.tracked = replace(tracked, next_step=record.step + 1, time_ms=time_ms)
-
-
-def _add_event(delivery: _Delivery, record: EventRecord) -> None:
-    tracked, fields = delivery.tracked, record.fields
-    time_ms = int(record.time * 1000)
-    tags = delivery.tags
-    match record.event:
-        case Event.ATTEMPT_STARTED:
-            tags[Tag.ATTEMPT] = str(record.attempt)
-            tags[Tag.MODE] = str(fields.get("mode", ""))
-            tags[Tag.WORKERS] = str(fields.get("world_size", ""))
-            tags[Tag.NUMERICS] = str(fields.get("numerics_id", ""))
-            tags[Tag.STATUS] = str(RunState.RUNNING)
-            delivery.status, delivery.attempt_changed = RUNNING, True
-        case Event.CHECKPOINT_COMMITTED:
-            tags[Tag.STATE_DIGEST] = str(fields.get("digest", ""))
-        case Event.INCIDENT:
-            tracked = replace(tracked, num_incidents=tracked.num_incidents + 1)
-            tags[Tag.INCIDENTS] = str(tracked.num_incidents)
-            delivery.attempt_changed = True
-        case Event.ROLLED_BACK:  # the steps behind it come again, with other values
-            tags[Tag.BRANCH] = str(fields.get("branch", ""))
-            tracked = replace(
-                tracked,
-                next_step=min(tracked.next_step, record.step),
-                next_evaluation=min(tracked.next_evaluation, record.step + 1),
-            )
-        case Event.FORKED:
-            tags[Tag.PARENT] = f"{fields.get('parent', '')} after {record.step} steps"
-        case Event.EVALUATION if record.step >= tracked.next_evaluation:
-            delivery.points += [
-                Point(name=name, value=value, step=record.step, time_ms=time_ms)
-                for name, value in evaluation_metrics(fields.get("metrics", {}))
-            ]
-            tracked = replace(tracked, next_evaluation=record.step + 1)
-        case Event.FINISHED:
-            status = RunState(str(fields.get("status", RunState.FAILED)))
-            tags[Tag.STATUS] = str(status)
-            tags[Tag.MESSAGE] = str(fields.get("message", ""))
-            if fields.get("digest"):
-                tags[Tag.STATE_DIGEST] = str(fields["digest"])
-            delivery.status = STATUS.get(status, "FAILED")
-        case _:
-            pass
-    delivery.tracked = replace(tracked, time_ms=time_ms)

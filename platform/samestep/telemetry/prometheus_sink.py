@@ -36,6 +36,8 @@ from samestep.telemetry.sink import RunInfo
 from samestep.telemetry.spool import START, Line, Position
 
 INTERVAL_S: Final = 0.25
+POLL_S: Final = 0.25
+"""How often the server looks whether it is to end."""
 PROBE_TIMEOUT_S: Final = 1.0
 PUSH_TIMEOUT_S: Final = 5.0
 PATH: Final = "/metrics"
@@ -98,7 +100,7 @@ class PrometheusSink:
         self.url = f"http://{self.target}{PATH}"
         self._thread = threading.Thread(
             target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.1},
+            kwargs={"poll_interval": POLL_S},
             name=THREAD_METRICS_SERVER,
             daemon=True,
         )
@@ -123,6 +125,10 @@ class PrometheusSink:
         """Shows the last step."""
         with self._page.lock:
             self._page.totals.show(record)
+
+    def wants(self, report: WorkerReport) -> bool:
+        """Every one."""
+        return True
 
     def reports(self, found: Sequence[WorkerReport], num_dropped: int) -> None:
         """Shows the present workers."""

@@ -65,6 +65,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def requirements() -> str:
     """Every installed distribution as a line of a requirements file, sorted."""
     lines = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from samestep.errors import RecorderError
 from samestep.names import THREAD_REPORTS, Activity
 from samestep.telemetry.link import Patient, Target
+from samestep.telemetry.node_load import EVERY_S, GpuLoad, NodeLoad, NodeSampler
 from samestep.telemetry.timesheet import seconds_of
 
 INTERVAL_S: Final = 1.0
@@ -48,6 +49,7 @@ class WorkerReport:
         device_bytes: the most that was allocated on its device; 0 without one.
         device_limit_bytes: the device's memory; 0 without one.
         num_dropped: reports of this attempt that never arrived.
+        node: the worker's node, in some of its reports.
     """
 
     attempt: int
@@ -60,6 +62,7 @@ class WorkerReport:
     device_bytes: int = 0
     device_limit_bytes: int = 0
     num_dropped: int = 0
+    node: NodeLoad | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON data."""
@@ -72,9 +75,10 @@ class WorkerReport:
         Raises:
             RecorderError: a field is missing, unknown or of another kind.
         """
+        node = data.get("node")
         try:
-            return cls(**data)
-        except TypeError as error:
+            return cls(**{**data, "node": None if node is None else NodeLoad.from_json(node)})
+        except (TypeError, KeyError) as error:
             raise RecorderError(f"a worker's report is malformed: {error}") from error
 
 
@@ -86,7 +90,9 @@ class Reporter:
         attempt: the worker's attempt.
         world_rank: which worker.
         device_memory: gives (most allocated, limit) of the device in bytes.
+        gpus: gives what the GPUs that the worker computes on are doing.
         interval_s: between two reports.
+        node_every_s: between two that tell of the node.
     """
 
     def __init__(
@@ -96,13 +102,16 @@ class Reporter:
         attempt: int,
         world_rank: int,
         device_memory: Callable[[], tuple[int, int]] = lambda: NO_DEVICE,
+        gpus: Callable[[], Sequence[GpuLoad]] = tuple,
         interval_s: float = INTERVAL_S,
+        node_every_s: float = EVERY_S,
     ) -> None:
         self._target = target.once if isinstance(target, Patient) else target
         self._attempt = attempt
         self._world_rank = world_rank
         self._device_memory = device_memory
         self._interval_s = interval_s
+        self._node = NodeSampler(gpus, every_s=node_every_s)
         self._lock = threading.Lock()
         self._num_steps = self._num_samples = self._num_dropped = 0
         self._own_s = 0.0
@@ -151,6 +160,7 @@ class Reporter:
 
     def _take(self) -> WorkerReport:
         device_bytes, device_limit_bytes = self._device_memory()
+        node = self._node.sample()
         with self._lock:
             report = WorkerReport(
                 attempt=self._attempt,
@@ -163,6 +173,7 @@ class Reporter:
                 device_bytes=device_bytes,
                 device_limit_bytes=device_limit_bytes,
                 num_dropped=self._num_dropped,
+                node=node,
             )
             self._num_steps = self._num_samples = 0
             self._own_s = 0.0

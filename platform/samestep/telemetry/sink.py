@@ -73,6 +73,9 @@ class Sink(Protocol):
     def live(self, record: StepRecord) -> None:
         """Shows the last step, also one taken again; in the sink's thread, between takes."""
 
+    def wants(self, report: WorkerReport) -> bool:
+        """Whether a report is of use to it; from any thread, never waits."""
+
     def reports(self, found: Sequence[WorkerReport], num_dropped: int) -> None:
         """Shows the present workers, from samples; in the sink's thread, between takes.
 

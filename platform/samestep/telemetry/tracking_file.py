@@ -30,7 +30,13 @@ class Tracked:
         num_incidents: incidents delivered.
         time_ms: of the last record, for records that bear no time.
         files: artifacts delivered: SHA-256 by name.
-        model_id: of the final model in MLflow; None until it is begun.
+        model_id: of the final model in MLflow; None until it is there.
+        best_model_id: of the best model, where that is another.
+        registered: id of the model that was registered, or refused by the registry.
+        history: what the attempts ran as, for people.
+        status: the run's in MLflow, as far as it was set from here; RUNNING is written down
+            before it is set, so that no run is RUNNING there without being so here.
+        settled_try_s: seconds since the epoch of the last try to settle a run that died.
     """
 
     key: str
@@ -44,6 +50,11 @@ class Tracked:
     time_ms: int = 0
     files: dict[str, str] = field(default_factory=dict)
     model_id: str | None = None
+    best_model_id: str | None = None
+    registered: str | None = None
+    history: str = ""
+    status: str | None = None
+    settled_try_s: float = 0.0
 
 
 def read_tracked(run: Storage) -> Tracked | None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from samestep import CheckpointError, InputError, load_weights
+from samestep.checkpoint.committed import best_of, commit, list_checkpoints
 from samestep.checkpoint.manifest import CheckpointMeta, Manifest
 from samestep.checkpoint.ranking import Ranking
-from samestep.checkpoint.reading import best_of, choose, list_checkpoints
+from samestep.checkpoint.reading import choose
 from samestep.checkpoint.retention import apply_retention
 from samestep.checkpoint.state import Parts, State, collect
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import commit, write_files
+from samestep.checkpoint.writing import write_files
 
 HIGHEST = Ranking(metric="score", order="max")
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import SGD
 
+from samestep.checkpoint.committed import commit, list_checkpoints
 from samestep.checkpoint.manifest import CheckpointMeta, Manifest, step_name, step_of
 from samestep.checkpoint.reading import (
     digest_of,
-    list_checkpoints,
     load_checkpoint,
     load_weights,
     newest_whole,
@@ -28,7 +28,7 @@ from samestep.checkpoint.reading import (
 from samestep.checkpoint.retention import apply_retention
 from samestep.checkpoint.state import Parts, State, collect, state_sha256
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import commit, write_files
+from samestep.checkpoint.writing import write_files
 from samestep.errors import CheckpointError
 from samestep.exact.digest import live_digest
 
@@ -291,7 +291,8 @@ import sys, torch
 from samestep.checkpoint.manifest import CheckpointMeta
 from samestep.checkpoint.state import State
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import commit, write_files
+from samestep.checkpoint.committed import commit
+from samestep.checkpoint.writing import write_files
 run, step = Storage.at(sys.argv[1]), int(sys.argv[2])
 tensors = {f"buffer/{n}": torch.full((1 << 20,), float(n)) for n in range(50)}
 print("saving", flush=True)

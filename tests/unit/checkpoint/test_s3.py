@@ -13,16 +13,17 @@ import torch
 from pyarrow import fs
 
 from samestep import JobSpec, RunInUseError, StorageError, load_weights, parse_spec, train
+from samestep.checkpoint.committed import commit, list_checkpoints
 from samestep.checkpoint.image import Image
 from samestep.checkpoint.manifest import CheckpointMeta
-from samestep.checkpoint.reading import digest_of, list_checkpoints, newest_whole, set_aside
+from samestep.checkpoint.reading import digest_of, newest_whole, set_aside
 from samestep.checkpoint.retention import apply_retention
 from samestep.checkpoint.state import State, state_sha256
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import ProcessWriter
-from samestep.checkpoint.writing import Outline, commit, write_files
+from samestep.checkpoint.writing import Outline, write_files
 from samestep.errors import BundleError
-from samestep.incidents.bundle_folder import folder_of
+from samestep.incidents.bundle import folder_of
 from samestep.incidents.packing import pack, unpack
 from samestep.incidents.record import Incident, write
 from samestep.names import Event, IncidentKind

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
+from samestep.checkpoint.committed import commit
 from samestep.checkpoint.encode import TensorRef
 from samestep.checkpoint.manifest import CheckpointMeta
 from samestep.checkpoint.reading import load_checkpoint, load_weights
@@ -25,7 +26,7 @@ from samestep.checkpoint.state import (
     state_sha256,
 )
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import commit, write_files
+from samestep.checkpoint.writing import write_files
 from samestep.errors import CheckpointError
 from samestep.exact.digest import live_digest
 

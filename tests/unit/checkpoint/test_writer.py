@@ -17,15 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from samestep.checkpoint.committed import commit
 from samestep.checkpoint.image import Image
 from samestep.checkpoint.job import DigestJob, FileJob, WriteJob
-from samestep.checkpoint.layout import _STORABLE
+from samestep.checkpoint.layout import _STORABLE, storable_dtype
 from samestep.checkpoint.manifest import CheckpointMeta, FileEntry, Manifest
 from samestep.checkpoint.reading import digest_of, load_checkpoint
 from samestep.checkpoint.state import State, state_sha256
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import InlineWriter, ProcessWriter, Writer
-from samestep.checkpoint.writing import Outline, commit, write_files
+from samestep.checkpoint.writing import Outline, write_files
 from samestep.errors import StorageError
 from samestep.exact.digest import live_digest
 
@@ -92,7 +93,7 @@ def test_the_digest_of_a_state_is_that_of_its_canonical_form(run: Storage) -> No
 
 
 def test_every_dtype_that_can_be_kept_has_a_name_in_the_format(run: Storage) -> None:
-    tensors = {name: torch.ones(3).to(dtype) for name, dtype in _STORABLE.items()}
+    tensors = {name: torch.ones(3).to(storable_dtype(name)) for name in _STORABLE}
     state = State(step=1, tensors=tensors, values={"extras": {}})
     manifest = write_files(run, state, META)
     (file,) = [name for name in manifest.files if name.startswith("state-")]

@@ -17,11 +17,12 @@ from torch import nn
 from torch.optim import SGD
 from typer.testing import CliRunner, Result
 
+from samestep.checkpoint.committed import commit
 from samestep.checkpoint.manifest import CheckpointMeta
 from samestep.checkpoint.ranking import Ranking
 from samestep.checkpoint.state import Parts, collect
 from samestep.checkpoint.storage import Storage
-from samestep.checkpoint.writing import commit, write_files
+from samestep.checkpoint.writing import write_files
 from samestep.cli.checkpoints import checkpoints
 from samestep.cli.export import export
 

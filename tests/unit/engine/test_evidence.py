@@ -21,7 +21,8 @@ from samestep.engine.survivor import Stage
 from samestep.errors import CannotReplayError
 from samestep.exact.order import Order
 from samestep.exact.seeds import global_generators_kept
-from samestep.incidents.bundle_folder import folder_of, has_bundle, read_bundle
+from samestep.incidents.bundle import folder_of, has_bundle
+from samestep.incidents.bundle_folder import read_bundle
 from samestep.incidents.record import Incident, list_incidents, write
 from samestep.names import IncidentKind
 from samestep.replay.bundle_source import BundleSource

@@ -15,7 +15,7 @@ from feature_cases import Scored
 from pool import spec_of
 
 from samestep import load_weights
-from samestep.checkpoint.reading import list_checkpoints
+from samestep.checkpoint.committed import list_checkpoints
 from samestep.telemetry.past import read_past
 
 Results = Callable[..., list[dict[str, Any]]]

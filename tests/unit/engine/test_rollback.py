@@ -10,7 +10,7 @@ import pytest
 from attempts import PLACES, Run, Train, everywhere
 from pool import spec_of
 
-from samestep.checkpoint.reading import list_checkpoints
+from samestep.checkpoint.committed import list_checkpoints
 from samestep.incidents.record import list_incidents
 from samestep.replay.compare import Verdict, compare_runs
 from samestep.telemetry.ledger import steps

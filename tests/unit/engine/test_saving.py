@@ -15,7 +15,8 @@ from attempts import Run, Train
 from pool import spec_of
 
 from samestep.checkpoint import shared_memory
-from samestep.checkpoint.reading import digest_of, list_checkpoints, load_checkpoint
+from samestep.checkpoint.committed import list_checkpoints
+from samestep.checkpoint.reading import digest_of, load_checkpoint
 from samestep.checkpoint.storage import Storage
 from samestep.errors import CheckpointError
 from samestep.names import Event

@@ -21,7 +21,8 @@ from torch.optim import SGD, AdamW
 
 from samestep import StorageError, parse_spec
 from samestep.checkpoint import shared_memory, snapshot
-from samestep.checkpoint.reading import list_checkpoints, load_checkpoint
+from samestep.checkpoint.committed import list_checkpoints
+from samestep.checkpoint.reading import load_checkpoint
 from samestep.checkpoint.state import Parts, state_sha256
 from samestep.checkpoint.storage import Storage
 from samestep.engine.node import Node, require_room

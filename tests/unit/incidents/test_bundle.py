@@ -15,7 +15,8 @@ from samestep.engine.feed import Fetcher
 from samestep.engine.survivor import HELD_KEY, Stage
 from samestep.errors import BundleError, CannotReplayError
 from samestep.exact.seeds import global_generators_kept
-from samestep.incidents.bundle_folder import has_bundle, read_bundle, verify_bundle
+from samestep.incidents.bundle import has_bundle
+from samestep.incidents.bundle_folder import read_bundle, verify_bundle
 from samestep.incidents.record import read
 from samestep.names import BUNDLE_FILE, IncidentKind
 from samestep.replay.bundle_source import BundleSource

@@ -9,8 +9,7 @@ from recording import begin, kinds
 from samestep.checkpoint.manifest import FileEntry
 from samestep.checkpoint.storage import Storage
 from samestep.errors import BundleError, RecorderError
-from samestep.incidents.bundle import REQUIRED, Bundle, StateSource
-from samestep.incidents.bundle_folder import folder_of, has_bundle
+from samestep.incidents.bundle import REQUIRED, Bundle, StateSource, folder_of, has_bundle
 from samestep.incidents.record import list_incidents, read
 from samestep.names import IncidentKind
 from samestep.telemetry.bundle_desk import CLAIM_S, BundleDesk

@@ -12,6 +12,7 @@ from samestep.errors import InputError, StorageError
 from samestep.incidents.record import Incident
 from samestep.names import TRACKING_FILE, IncidentKind, Tag
 from samestep.spec import dump_spec, parse_spec
+from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.mlflow_client import Point, TrackingError
 from samestep.telemetry.mlflow_sink import MlflowSink
 from samestep.telemetry.recorder import Recorder
@@ -27,8 +28,9 @@ class Server:
 
     def __init__(self) -> None:
         self.runs: dict[str, FakeRun] = {}
-        self.away = self.deaf = self.no_files = False
+        self.away = self.deaf = self.no_files = self.no_registry = False
         self.num_connections = 0
+        self.now_s = 1_000.0
 
     def connect(self, uri: str, *, key: str, run_id: str | None, **_: Any) -> FakeRun:
         if self.away:
@@ -54,6 +56,10 @@ class FakeRun:
         self.files: dict[str, bytes] = {}
         self.statuses: list[str] = []
         self.models: dict[str, list[str]] = {}
+        self.names: dict[str, str] = {}
+        self.datasets: list[DatasetInfo] = []
+        self.registered: list[tuple[str, str, str]] = []
+        self.start_ms = 1_000_000
 
     def _reached(self) -> None:
         if self.server.away:
@@ -84,8 +90,20 @@ class FakeRun:
             raise TrackingError("no bucket")
         self.files[name] = data
 
+    def log_datasets(self, found: Sequence[DatasetInfo]) -> None:
+        self._reached()
+        self.datasets += found
+
     def create_model(self, name: str, step: int) -> str:
-        return f"m-{len(self.models)}"
+        model_id = f"m-{len(self.models)}"
+        self.names[model_id] = name
+        return model_id
+
+    def register_model(self, model_id: str, *, name: str, alias: str) -> str:
+        self.registered.append((model_id, name, alias))
+        if self.server.no_registry:
+            raise TrackingError("there is no registry")
+        return str(len(self.registered))
 
     def fill_model(self, model_id: str, folder: Path) -> None:
         self.models[model_id] = sorted(path.name for path in folder.iterdir())
@@ -103,7 +121,12 @@ def server() -> Server:
 def open_recorder(run: Storage, server: Server) -> Callable[..., Recorder]:
     def make(uri: str = URI, *, required: bool = False, **fields: Any) -> Recorder:
         sink = MlflowSink(
-            uri, experiment="e", required=required, connect=server.connect, interval_s=0.0
+            uri,
+            experiment="e",
+            required=required,
+            connect=server.connect,
+            interval_s=0.0,
+            clock=lambda: server.now_s,
         )
         spec = parse_spec({**JOB, **fields})
         return Recorder(run.uri, run="r", spec_yaml=dump_spec(spec), sinks=[sink])
@@ -316,3 +339,128 @@ def test_a_damaged_position_file_is_told_with_what_to_do(run: Storage, open_reco
     run.write(TRACKING_FILE, b"{}")
     with pytest.raises(StorageError, match=r"mlflow\.json is damaged.*delete it"):
         open_recorder()
+
+
+def texts_of(recorder: Recorder) -> list[str]:
+    return [item["text"] for item in recorder.status()["messages"]]
+
+
+def test_what_attempts_ran_as_is_a_tag_that_stays_short(
+    server: Server, open_recorder: Any, tell: Any
+) -> None:
+    recorder = open_recorder()
+    for start, world_size in enumerate([2, 2, 3, 2]):
+        tell(recorder, start, start + 1, world_size=world_size)
+    assert recorder.drain() == []
+    (run,) = server.runs.values()
+    assert run.tags[Tag.ATTEMPTS] == (
+        "1-2: ddp, 2 workers from step 0; 3: ddp, 3 workers from step 2; "
+        "4: ddp, 2 workers from step 3"
+    )
+    for start in range(4, 60):
+        tell(recorder, start, start + 1, world_size=1 + start % 2)
+    recorder.close()
+    text = run.tags[Tag.ATTEMPTS]
+    assert len(text) <= 1000
+    assert text.startswith("...; ")
+    assert text.endswith("60: ddp, 2 workers from step 59")
+
+
+def test_datasets_are_told_once_and_again_when_they_change(
+    server: Server, open_recorder: Any, tell: Any
+) -> None:
+    def data(digest: str, num_sampled: int = 8) -> list[dict[str, Any]]:
+        found = DatasetInfo(
+            context="training", kind="m.Rows", size=9, num_sampled=num_sampled, digest=digest
+        )
+        return [found.to_json()]
+
+    recorder = open_recorder()
+    for start, told in enumerate([data("a"), data("a"), data("slow", 0), data("b")]):
+        tell(recorder, start, start + 1, datasets=told)
+    recorder.close()
+    (run,) = server.runs.values()
+    assert [info.digest for info in run.datasets] == ["a", "b"]
+
+
+def end_with_models(run: Storage, recorder: Recorder, attempt: int, *folders: str) -> None:
+    for folder in folders:
+        run.write(f"{folder}/MLmodel", folder.encode())
+    finish(recorder, attempt, "done")
+
+
+REGISTERED = {"tracking": {"registered_model": "digits", "alias": "champion"}}
+
+
+@pytest.mark.parametrize("folders", [("model",), ("model", "best_model")])
+def test_the_best_model_is_registered_or_else_the_final_one(
+    run: Storage, server: Server, open_recorder: Any, tell: Any, folders: tuple[str, ...]
+) -> None:
+    recorder = open_recorder(**REGISTERED)
+    end_with_models(run, recorder, tell(recorder, 0, 3), *folders)
+    (only,) = server.runs.values()
+    assert list(only.names.values()) == list(folders)
+    last = f"m-{len(folders) - 1}"
+    assert only.registered == [(last, "digits", "champion")]
+    assert any("version 1 of digits, models:/digits@champion" in t for t in texts_of(recorder))
+    open_recorder(**REGISTERED).close()
+    assert len(only.registered) == 1
+
+
+def test_a_registry_that_refuses_costs_one_warning(
+    run: Storage, server: Server, open_recorder: Any, tell: Any
+) -> None:
+    server.no_registry = True
+    recorder = open_recorder(**REGISTERED)
+    end_with_models(run, recorder, tell(recorder, 0, 3), "model")
+    (only,) = server.runs.values()
+    assert only.status == "FINISHED"
+    assert only.models == {"m-0": ["MLmodel"]}
+    assert len(only.registered) == 1
+    told = [text for text in texts_of(recorder) if "does not register" in text]
+    assert len(told) == 1
+    assert "there is no registry" in told[0]
+
+
+def test_nodes_are_shown_once_in_ten_seconds_and_not_kept_for_a_server_that_is_away(
+    server: Server, open_recorder: Any, tell: Any
+) -> None:
+    gpu = {"index": 1, "memory_bytes": 10, "memory_limit_bytes": 40, "busy_percent": 50.0}
+    node = {
+        "host": "a+b",
+        "cpu_percent": 12.5,
+        "memory_bytes": 2_000_000,
+        "memory_limit_bytes": 8_000_000,
+        "gpus": [gpu],
+    }
+    report = {"num_steps": 0, "num_samples": 0, "own_s": 0.0, "host_bytes": 1, "node": node}
+    recorder = open_recorder()
+    attempt = tell(recorder, 0, 1)
+
+    def show(now_s: float, *world_ranks: int) -> None:
+        server.now_s = now_s
+        for world_rank in world_ranks:
+            told = {**report, "attempt": attempt, "world_rank": world_rank, "host_limit_bytes": 2}
+            assert recorder.report(told)
+        assert recorder.drain() == []
+
+    assert recorder.drain() == []
+    show(1_000.0, 0, 1)
+    show(1_009.0, 0)
+    show(1_010.0, 1)
+    server.away = True
+    show(1_020.0, 0)
+    server.away = False
+    (run,) = server.runs.values()
+    start = "system/a:2b:b"
+    points = sorted((p.step, p.name, p.value) for p in run.points if p.name.startswith(f"{start}/"))
+    values = {
+        "cpu_utilization_percentage": 12.5,
+        "gpu_1_memory_usage_megabytes": 0.0,
+        "gpu_1_memory_usage_percentage": 25.0,
+        "gpu_1_utilization_percentage": 50.0,
+        "system_memory_usage_megabytes": 2.0,
+        "system_memory_usage_percentage": 25.0,
+    }
+    assert points == [(slot, f"{start}/{k}", v) for slot in (0, 1) for k, v in values.items()]
+    recorder.close()

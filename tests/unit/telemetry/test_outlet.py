@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.names import RunState
 from samestep.spec import dump_spec, parse_spec
+from samestep.telemetry.node_load import NodeLoad
 from samestep.telemetry.outlet import Outlet, Outlets
 from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import StepRecord
+from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.sink import RunInfo, StartOver
 from samestep.telemetry.spool import START, Line, Position
 
@@ -30,6 +33,8 @@ class Fake:
         self.failures = list(failures)
         self.steps: list[int] = []
         self.shown: list[int] = []
+        self.reported: list[int] = []
+        self.num_takes = 0
         self.closed = threading.Event()
         self.taking = threading.Event()
         self.gate = threading.Event()
@@ -40,6 +45,7 @@ class Fake:
         return self.position
 
     def take(self, lines: Sequence[Line], *, more: bool) -> None:
+        self.num_takes += 1
         self.taking.set()
         self.gate.wait(30)
         if self.failures and lines:
@@ -48,6 +54,12 @@ class Fake:
 
     def live(self, record: StepRecord) -> None:
         self.shown.append(record.step)
+
+    def wants(self, report: WorkerReport) -> bool:
+        return report.node is not None
+
+    def reports(self, found: Sequence[WorkerReport], num_dropped: int) -> None:
+        self.reported += [report.world_rank for report in found]
 
     def status(self) -> dict[str, Any]:
         return {"metrics_url": "http://here"}
@@ -205,6 +217,31 @@ def test_the_status_of_a_run_tells_what_its_sinks_say(open_recorder: Open) -> No
     assert [item["text"] for item in status["messages"]] == ["a word"]
     assert sink.info.about == {"k": "v"}
     assert sink.info.returning is False
+
+
+def test_reports_that_a_sink_wants_reach_it_without_a_look_at_the_ledger(
+    open_recorder: Open, tell: Any
+) -> None:
+    sink = Fake()
+    recorder = open_recorder(sink)
+    tell(recorder, 0, 3)
+    assert recorder.drain() == []
+    num_takes = sink.num_takes
+    node = NodeLoad(host="a", cpu_percent=1.0, memory_bytes=1, memory_limit_bytes=2)
+    report = WorkerReport(
+        attempt=1,
+        world_rank=0,
+        num_steps=1,
+        num_samples=1,
+        own_s=0.1,
+        host_bytes=1,
+        host_limit_bytes=2,
+    )
+    for told in (report, replace(report, world_rank=1, node=node)):
+        assert recorder.report(told.to_json())
+    assert recorder.drain() == []
+    assert sink.reported == [1]
+    assert sink.num_takes == num_takes
 
 
 def test_without_sinks_there_is_nothing_to_wait_for(run: Storage) -> None:

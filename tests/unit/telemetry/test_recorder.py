@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from recording import CPU_A, CPU_B, begin, kinds, save
 
-from samestep.checkpoint.reading import list_checkpoints
+from samestep.checkpoint.committed import list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.errors import (
     DivergenceError,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import pytest
 
 from samestep.errors import RecorderError
 from samestep.telemetry.link import Patient
+from samestep.telemetry.node_load import GpuLoad, NodeSampler
 from samestep.telemetry.reports import Reporter, WorkerReport, host_limit_bytes
 
 WAIT_S = 20.0
@@ -87,6 +89,28 @@ def test_a_worker_of_an_earlier_attempt_falls_silent() -> None:
     assert len(recorder.found) == 2
 
 
-def test_a_malformed_report_is_refused() -> None:
+@pytest.mark.parametrize("data", [{"attempt": 1}, {"node": {"host": "a"}}])
+def test_a_malformed_report_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(RecorderError, match="malformed"):
-        WorkerReport.from_json({"attempt": 1})
+        WorkerReport.from_json(data)
+
+
+def test_a_report_tells_of_the_node_when_that_is_due() -> None:
+    recorder = Recorder()
+    gpu = GpuLoad(index=3, memory_bytes=1, memory_limit_bytes=2, busy_percent=None)
+    with Reporter(
+        recorder, attempt=3, world_rank=1, gpus=lambda: [gpu], interval_s=0.01, node_every_s=0.0
+    ) as reports:
+        reports.add({}, num_samples=8)
+        found = recorder.wait_for(1)
+    node = found[-1].node
+    assert node is not None
+    assert (node.host, node.gpus) == (os.uname().nodename, (gpu,))
+    assert 0 <= node.cpu_percent <= 100
+    assert 0 < node.memory_bytes < node.memory_limit_bytes
+
+
+def test_a_node_is_looked_at_no_more_often_than_is_asked_for() -> None:
+    times = iter([0.0, 9.9, 10.0, 19.9, 20.0])
+    sampler = NodeSampler(every_s=10.0, monotonic=times.__next__)
+    assert [sampler.sample() is not None for _ in range(4)] == [False, True, False, True]

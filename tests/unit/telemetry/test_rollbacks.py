@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recording import begin, save
 
-from samestep.checkpoint.reading import CheckpointInfo, list_checkpoints
+from samestep.checkpoint.committed import CheckpointInfo, list_checkpoints
 from samestep.checkpoint.retention import way_back
 from samestep.checkpoint.storage import Storage
 from samestep.errors import PeerLostError, RecorderError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from recording import begin, kinds, save
 
+from samestep.checkpoint.committed import list_checkpoints
 from samestep.checkpoint.manifest import Manifest
-from samestep.checkpoint.reading import list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.errors import DivergenceError, RecorderError
 from samestep.incidents.record import list_incidents

@@ -1,0 +1,180 @@
+"""Takes a run's files and packed models to MLflow, and one of the models into its registry.
+
+Metrics never wait for them: what MLflow does not take is told once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from samestep.checkpoint.storage import Storage
+from samestep.errors import SamestepError
+from samestep.names import (
+    BEST_MODEL_DIR,
+    INCIDENT_FILE,
+    INCIDENTS_DIR,
+    MODEL_DIR,
+    NUMERICS_FILE,
+    PARAMS_ARTIFACT,
+    REQUIREMENTS_ARTIFACT,
+    SPEC_FILE,
+)
+from samestep.spec import dump_spec
+from samestep.telemetry import provenance
+from samestep.telemetry.sink import RunInfo
+from samestep.telemetry.tracking_file import Tracked
+from samestep.telemetry.tracking_names import flatten
+
+MODEL_FILE: Final = "MLmodel"
+"""Written last: a folder without it is no packed model."""
+
+logger = logging.getLogger(__name__)
+
+
+class FileStore(Protocol):
+    """What the upload of files needs of `mlflow_client.MlflowRun`."""
+
+    def log_file(self, name: str, data: bytes) -> None:
+        """Stores an artifact."""
+
+
+class ModelStore(Protocol):
+    """What the upload of models needs of it."""
+
+    def create_model(self, name: str, step: int) -> str:
+        """Makes room for a model; returns its id."""
+
+    def fill_model(self, model_id: str, folder: Path) -> None:
+        """Stores a model's files."""
+
+    def register_model(self, model_id: str, *, name: str, alias: str) -> str:
+        """Makes it a version of a registered model; returns which."""
+
+
+class Refusals:
+    """Tells once that MLflow takes no artifacts."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._info = info
+        self._is_told = False
+
+    def tell(self, error: SamestepError) -> None:
+        """Says why, the first time."""
+        if not self._is_told:
+            self._info.say(f"MLflow does not take artifacts ({error}); metrics go on")
+            logger.info("run=%s MLflow does not take artifacts: %s", self._info.name, error)
+        self._is_told = True
+
+
+class FileUpload:
+    """The files that tell what a run is, and what went wrong in it."""
+
+    def __init__(self, info: RunInfo, refusals: Refusals) -> None:
+        self._run: Storage = info.run
+        self._spec = info.spec
+        self._refusals = refusals
+
+    def deliver(self, store: FileStore, tracked: Tracked) -> Tracked:
+        """Stores files that are new or changed; where that fails, warns once and goes on."""
+        try:
+            for name, data in self._files():
+                digest = hashlib.sha256(data).hexdigest()
+                if tracked.files.get(name) != digest:
+                    store.log_file(name, data)
+                    tracked = replace(tracked, files={**tracked.files, name: digest})
+        except SamestepError as error:
+            self._refusals.tell(error)
+        return tracked
+
+    def _files(self) -> list[tuple[str, bytes]]:
+        params = json.dumps(flatten(self._spec.model_dump(mode="json")), indent=1, sort_keys=True)
+        found = [
+            (SPEC_FILE, dump_spec(self._spec).encode()),
+            (PARAMS_ARTIFACT, params.encode()),
+            (REQUIREMENTS_ARTIFACT, provenance.requirements().encode()),
+        ]
+        names = [NUMERICS_FILE]
+        names += [f"{INCIDENTS_DIR}/{i}/{INCIDENT_FILE}" for i in self._run.list(INCIDENTS_DIR)]
+        return found + [(name, self._run.read(name)) for name in names if self._run.exists(name)]
+
+
+class ModelUpload:
+    """The models of a run: the final one, and the best one where that is another."""
+
+    def __init__(self, info: RunInfo, refusals: Refusals) -> None:
+        self._info = info
+        self._run: Storage = info.run
+        self._refusals = refusals
+
+    def deliver(
+        self, store: ModelStore, tracked: Tracked, keep: Callable[[Tracked], None]
+    ) -> Tracked:
+        """Stores what is packed and not there yet, and registers what the job asks for.
+
+        Args:
+            store: the run in MLflow.
+            tracked: what is there.
+            keep: notes what is there from then on, so that nothing is made twice.
+
+        Returns:
+            What is there now.
+        """
+        before = tracked
+        final_id, files = self._delivered(store, MODEL_DIR, tracked.model_id, tracked)
+        tracked = replace(tracked, model_id=final_id, files=files)
+        best_id, files = self._delivered(store, BEST_MODEL_DIR, tracked.best_model_id, tracked)
+        tracked = replace(tracked, best_model_id=best_id, files=files)
+        chosen = best_id or final_id
+        name = self._info.spec.tracking.registered_model
+        if chosen is not None and name is not None and chosen != tracked.registered:
+            self._register(store, chosen, name)
+            tracked = replace(tracked, registered=chosen)
+        if tracked != before:
+            keep(tracked)
+        return tracked
+
+    def _delivered(
+        self, store: ModelStore, folder: str, model_id: str | None, tracked: Tracked
+    ) -> tuple[str | None, dict[str, str]]:
+        """Id in MLflow of the model that is packed in a folder, and what is there then."""
+        names = self._run.walk(folder)
+        files = {name: digest for name, digest in tracked.files.items() if name != folder}
+        if f"{folder}/{MODEL_FILE}" not in names:
+            return None, files
+        digest = hashlib.sha256(self._run.read(f"{folder}/{MODEL_FILE}")).hexdigest()
+        if tracked.files.get(folder) == digest:
+            return model_id, tracked.files
+        try:
+            with tempfile.TemporaryDirectory(prefix="samestep-") as temporary:
+                for name in names:
+                    path = Path(temporary, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(self._run.read(name))
+                made = store.create_model(folder, tracked.next_step)
+                store.fill_model(made, Path(temporary, folder))
+        except SamestepError as error:
+            self._refusals.tell(error)
+            return None, files
+        return made, {**files, folder: digest}
+
+    def _register(self, store: ModelStore, model_id: str, name: str) -> None:
+        """Tries it once: a registry that refuses now does so later."""
+        alias = self._info.spec.tracking.alias
+        try:
+            version = store.register_model(model_id, name=name, alias=alias)
+            self._info.say(
+                f"MLflow: the model is version {version} of {name}, models:/{name}@{alias}"
+            )
+        except SamestepError as error:
+            self._info.say(
+                f"MLflow does not register the model as {name!r} ({error}); it is kept with the "
+                "run. Set tracking.registered_model to another name, or to null"
+            )
+            logger.info("run=%s the model is not registered: %s", self._info.name, error)
