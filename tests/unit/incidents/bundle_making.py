@@ -20,7 +20,7 @@ from samestep.incidents.bundle import StateSource, folder_of
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec, dump_spec, parse_spec
-from samestep.telemetry.link import InProcess
+from samestep.telemetry.link import InProcess, Target
 from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import StepRecord
 
@@ -71,6 +71,7 @@ def make_bundle(
     *,
     spoil: Callable[[int], None] = lambda index: None,
     message: str = "boom",
+    target_of: Callable[[Recorder], Target] = InProcess,
     **job: Any,
 ) -> Storage:
     """The folder of a bundle as a worker writes it, of step 3, with the state after 2 steps."""
@@ -110,7 +111,7 @@ def make_bundle(
         numerics=NUMERICS,
         module=Path(__file__).with_name("kept_shapes.py"),
     )
-    bundling = Bundling(material, run=run, target=InProcess(recorder))
+    bundling = Bundling(material, run=run, target=target_of(recorder))
     assert bundling.wait(WAIT_S)
     recorder.close()
     return folder_of(run, incident_id)

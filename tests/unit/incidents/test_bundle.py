@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from bundle_making import NUMERICS, STATE_STEP, STEP, make_bundle, order, record, state
+from bundle_making import NUMERICS, STATE_STEP, STEP, WAIT_S, make_bundle, order, record, state
 from kept_shapes import Pair, Row, Shapes
 
 from samestep.checkpoint.state import state_sha256
@@ -15,12 +19,13 @@ from samestep.engine.feed import Fetcher
 from samestep.engine.survivor import HELD_KEY, Stage
 from samestep.errors import BundleError, CannotReplayError
 from samestep.exact.seeds import global_generators_kept
-from samestep.incidents.bundle import has_bundle
+from samestep.incidents.bundle import folder_of, has_bundle
 from samestep.incidents.bundle_folder import read_bundle, verify_bundle
 from samestep.incidents.record import read
 from samestep.names import BUNDLE_FILE, IncidentKind
 from samestep.replay.bundle_source import BundleSource
 from samestep.spec import parse_spec
+from samestep.telemetry.link import InProcess
 from samestep.telemetry.records import same_values
 
 
@@ -178,6 +183,33 @@ def test_a_bundle_that_is_not_finished_is_none(whole_bundle: Storage, tmp_path: 
     assert not has_bundle(Storage.at(str(copy)))
     with pytest.raises(BundleError, match=r"has no bundle\.json: it was never finished"):
         BundleSource(Storage.at(str(copy)))
+
+
+class Killing(InProcess):
+    """The process dies when all is written but the file that makes it count."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        if method == "commit_bundle":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().call(method, *args)
+
+
+def test_a_writer_that_is_killed_leaves_no_bundle_and_the_next_one_writes_it(
+    tmp_path: Path,
+) -> None:
+    writer = multiprocessing.get_context("fork").Process(
+        target=make_bundle, args=(tmp_path / "run",), kwargs={"target_of": Killing}
+    )
+    writer.start()
+    writer.join(WAIT_S)
+    assert writer.exitcode == -signal.SIGKILL
+    run = Storage.at(str(tmp_path / "run"))
+    folder = folder_of(run, "exception-step-00000003-attempt-1")
+    assert folder.exists("state/manifest.json")
+    assert not has_bundle(folder)
+    again = make_bundle(tmp_path / "run")
+    assert again.root.endswith("attempt-2")
+    verify_bundle(again)
 
 
 def test_a_report_may_lie_beside_it(whole_bundle: Storage, tmp_path: Path) -> None:
