@@ -4,9 +4,11 @@
     ├── InputError               2   what the user gave can't be used as it is
     │   ├── SpecError                the job file or a --set
     │   ├── WorkloadError            the workload can't be loaded, or breaks its contract
+    │   │   └── BadBatchError        a batch is not what the workload says it is
     │   ├── NotExactError            it would train, but not with the promised bits
     │   ├── RunConflictError         the run belongs to another spec, data or numerics
     │   ├── CheckpointError          a checkpoint is damaged, or none is whole
+    │   ├── BundleError              a bundle is damaged, or is none
     │   ├── StorageError             storage can't be read or written from a node
     │   └── PlacementError           the cluster has no room for the workers asked for
     ├── RunInUseError            5   a live run holds the run directory
@@ -17,7 +19,8 @@
     ├── DivergenceError          1   a step or a state differs from what it must equal
     ├── CorruptionError          1   a machine computed wrongly, as an audit found
     ├── IncidentError            1   something odd in a step, where the job says to stop
-    └── RecorderError            1   the run's recorder can't be reached or refused us
+    ├── RecorderError            1   the run's recorder can't be reached or refused us
+    └── CannotReplayError       12   a step can't be taken again here; says what is missing
 
 Every message says what happened, the value, and what to do. Each exception takes plain data and
 so survives pickling between processes.
@@ -65,6 +68,10 @@ class WorkloadError(InputError):
     """A workload can't be loaded or does not keep its side of the interface."""
 
 
+class BadBatchError(WorkloadError):
+    """A batch is of another kind than the first, or not as the workload declares it."""
+
+
 class NotExactError(InputError):
     """The workload does something whose bits can't be kept; says what to use instead."""
 
@@ -75,6 +82,10 @@ class RunConflictError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint does not verify or does not fit the workload."""
+
+
+class BundleError(InputError):
+    """A bundle, or a file that it was packed into, is damaged, or was made by something else."""
 
 
 class StorageError(InputError):
@@ -142,6 +153,12 @@ class IncidentError(SamestepError):
 
 class RecorderError(SamestepError):
     """The recorder is away for too long, or refuses an attempt that is no longer current."""
+
+
+class CannotReplayError(SamestepError):
+    """A step can't be taken again here; says what is missing, and how to get it."""
+
+    exit_status = ExitStatus.CANNOT_REPLAY
 
 
 class AttemptFailedError(SamestepError):

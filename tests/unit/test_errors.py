@@ -23,7 +23,7 @@ def drawn_tree() -> dict[str, tuple[int, str]]:
     """From the module's docstring: name -> (indent, exit status or "")."""
     assert errors.__doc__ is not None
     rows = re.findall(
-        r"^ {4}([ │├└─]*)([A-Z]\w+Error)(?: +(\d))?", errors.__doc__, flags=re.MULTILINE
+        r"^ {4}([ │├└─]*)([A-Z]\w+Error)(?: +(\d+))?", errors.__doc__, flags=re.MULTILINE
     )
     return {name: (len(indent), status) for indent, name, status in rows}
 

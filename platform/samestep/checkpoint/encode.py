@@ -29,6 +29,10 @@ KIND: Final = "$"
 _MAX_DEPTH: Final = 100
 _MAX_ARRAY_BYTES: Final = 1 << 20
 _PLAIN_INT_BITS: Final = 63
+_MALFORMED: Final = (
+    *(KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError),
+    struct.error,
+)
 _KEEPABLE: Final = (
     "None, bool, int, float, str, bytes, complex, list, tuple, dict, OrderedDict, Counter, set, "
     "frozenset, NumPy numbers and small arrays, tensors, torch.Size, torch.dtype, torch.device"
@@ -79,7 +83,7 @@ def decode(data: Any, *, tensors: Mapping[str, Tensor] | None = None) -> Any:
             return _FROM_ITEMS[kind](decode(item, tensors=tensors) for item in data["items"])
         if kind in _FROM_DATA:
             return _FROM_DATA[kind](data)
-    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+    except _MALFORMED as error:
         raise CheckpointError(
             f"a value of kind {kind!r} is malformed ({type(error).__name__}: {error}): "
             f"{json.dumps(data)[:200]}"
@@ -261,7 +265,7 @@ def _scalar(data: Any) -> Any:
 
 
 def _dtype(data: Any) -> torch.dtype:
-    dtype = getattr(torch, data["name"])
+    dtype = vars(torch).get(data["name"])  # no getattr: it may load a part of torch by name
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{data['name']!r} is no dtype of torch")
     return dtype

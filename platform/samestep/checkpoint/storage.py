@@ -124,7 +124,7 @@ class Storage:
             else:
                 selector = fs.FileSelector(path, allow_not_found=True)
                 names = [info.base_name for info in self.filesystem.get_file_info(selector)]
-        return sorted(child for child in names if not _is_temporary(child))
+        return sorted(child for child in names if not is_temporary(child))
 
     def walk(self, name: str) -> Names:
         """Sorted names, from this folder on, of all files below a folder; empty without one."""
@@ -135,7 +135,7 @@ class Storage:
             else:
                 found = self._files_below(path) if self.exists(name) else []
         names = (file.removeprefix(self.root).lstrip("/") for file in found)
-        return sorted(file for file in names if not _is_temporary(file.rpartition("/")[2]))
+        return sorted(file for file in names if not is_temporary(file.rpartition("/")[2]))
 
     def read(self, name: str) -> bytes:
         """The whole file."""
@@ -294,7 +294,8 @@ class Storage:
             self.filesystem.delete_dir(path)
 
 
-def _is_temporary(name: str) -> bool:
+def is_temporary(name: str) -> bool:
+    """Whether a file of that name is one that a write has not finished, or never will."""
     return name.startswith(".") and name.endswith(_TEMPORARY)
 
 

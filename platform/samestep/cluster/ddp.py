@@ -98,6 +98,11 @@ def train_worker(config: dict[str, Any]) -> None:
         # Lets the others go, who wait for this worker: its sockets must close, so nothing that a
         # user's exception still holds in a cycle may keep them.
         gc.collect()
+        if failure.details["is_final"] or not _spec_of(config).faults.retries.user:
+            # The run ends with this, and this process: what it still writes would be lost.
+            from samestep.engine.evidence import BUNDLE_S, settle
+
+            settle(BUNDLE_S)
     raise failure
 
 
@@ -146,6 +151,7 @@ def _attempt(
         supervised=True,
         wants=process.here.wants,
         on_step=process.here.note_step,
+        on_failure=process.here.note_telling,
         on_finished=(
             model_keeper(config["run_uri"], partial(config["target"].call, "say"))
             if config["tracked"]

@@ -33,6 +33,7 @@ class Whereabouts:
         leaving: it was told to end.
         failed_s: seconds since its training failed; None while it has not.
         again_s: seconds since the attempt's first step was through; None before.
+        telling: its training failed by itself, and its error comes once that is written down.
     """
 
     attempt: int = 0
@@ -43,6 +44,7 @@ class Whereabouts:
     leaving: bool = False
     failed_s: float | None = None
     again_s: float | None = None
+    telling: bool = False
 
 
 class Process:
@@ -65,6 +67,7 @@ class Process:
         self._attempt = self._step = self._first_step = 0
         self._failed_at: float | None = None
         self._again_at: float | None = None
+        self._telling = False
 
     def end(self) -> None:
         """The training thread is through with its attempt."""
@@ -117,6 +120,10 @@ class Process:
         """Training failed just now."""
         self._failed_at = time.monotonic()
 
+    def note_telling(self) -> None:
+        """Training failed in this worker: its error comes later than those of the others."""
+        self._telling = True
+
     def whereabouts(self) -> Whereabouts:
         """The present state."""
         now = time.monotonic()
@@ -129,6 +136,7 @@ class Process:
             leaving=self._leaving,
             failed_s=None if self._failed_at is None else now - self._failed_at,
             again_s=None if self._again_at is None else now - self._again_at,
+            telling=self._telling,
         )
 
     def _leave(self) -> None:

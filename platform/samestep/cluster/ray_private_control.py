@@ -66,6 +66,8 @@ PAUSE_S: Final = 0.05
 """Between two looks while there are too few workers; Ray's loop would spin."""
 ECHO_S: Final = 1.0
 """How long survivors' errors wait for the error of the worker that was lost."""
+TELLING_S: Final = 65.0
+"""The same, while that worker says that it still writes down what happened."""
 STARTING_S: Final = 15.0
 """How long the end of a run waits for processes that are starting."""
 LEAVE: Final = "leave"
@@ -255,8 +257,11 @@ class ElasticController(TrainController):
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         status = await super()._poll_workers()
-        end = time.monotonic() + ECHO_S
-        while _are_echoes(status) and time.monotonic() < end:
+        start = time.monotonic()
+        while _are_echoes(status):
+            telling = any(there.telling for there in whereabouts(status))
+            if time.monotonic() - start >= (TELLING_S if telling else ECHO_S):
+                break
             await asyncio.sleep(0.02)
             assert self._worker_group is not None
             status = self._worker_group.poll_status(timeout=self._health_check_interval_s)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from samestep.checkpoint.state import State, check_encodable, collect, state_sha256
 from samestep.checkpoint.storage import Storage
-from samestep.engine import survivor
+from samestep.engine import evidence, survivor
 from samestep.engine.appraisal import require_metrics
 from samestep.engine.canary import compare_canary, compare_fingerprints, nominal_weight
 from samestep.engine.ending import Ending
@@ -100,6 +100,7 @@ class Place:
         wants: what this worker asks for in each step's small talk (`Flag`).
         is_debugged: a debugger is open, so that standing still is fine.
         on_step: told of each step before it is taken, and of the attempt.
+        on_failure: told at once of a failure of this worker's own, before others can learn why.
         on_finished: called once in worker 0 with what the run ends with; must not raise.
     """
 
@@ -115,6 +116,7 @@ class Place:
     wants: Callable[[], int] = _nothing
     is_debugged: Callable[[], bool] = _never
     on_step: Callable[[int, int], None] = _unheard
+    on_failure: Callable[[], object] = _nothing
     on_finished: Callable[[Finished], None] | None = None
 
 
@@ -142,6 +144,8 @@ def run_attempt(spec: JobSpec, place: Place) -> Ending:
                 return Ending.FAILED
             raise
         failure = runner.failed(error)
+        if not failure.is_echo:
+            place.on_failure()
     except BaseException:
         runner.close()
         raise
@@ -156,6 +160,8 @@ def run_attempt(spec: JobSpec, place: Place) -> Ending:
         runner.close()
     if failure is not None and place.supervised:
         raise failure.to_error()
+    if failure is not None:
+        evidence.settle(evidence.BUNDLE_S)
     return ending
 
 
@@ -365,6 +371,7 @@ class _Attempt:
             attempt=self._attempt,
             world_rank=self._peers.world_rank,
             world_size=self._peers.world_size,
+            position=self._progress.position if self._loop is not None else None,
         )
 
     def tell(self, failure: Failure) -> None:
@@ -382,19 +389,23 @@ class _Attempt:
         diverged = failure.incident is IncidentKind.DIVERGENCE
         told = diverged and self._link is not None and self._link.divergence is not None
         if not (told or failure.is_told):
-            self._tell("record_incident", failure.to_incident().to_json())
+            incident = failure.to_incident()
+            told = self._tell("record_incident", incident.to_json())
+            if told and self._loop is not None:
+                self._loop.keep_evidence(replace(incident, id=str(told)))
         if not self._place.supervised:
             verdict = f"{failure.kind}:{failure.exit_status}"
             self._tell("fail", verdict, failure.message)
 
-    def _tell(self, method: str, *args: Any) -> None:
+    def _tell(self, method: str, *args: Any) -> Any:
         try:
-            self._place.target.call(method, self._attempt, *args)
+            return self._place.target.call(method, self._attempt, *args)
         except RecorderError as error:
             if not self._place.supervised:
                 raise
             # The supervisor tells the failure itself.
             logger.warning("attempt=%s %s was refused: %s", self._attempt, method, error)
+            return None
 
     def _build(self, device: torch.device) -> Built:
         spec, place = self._spec, self._place

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.errors import WorkloadError
+from samestep.errors import BadBatchError, WorkloadError
 
 ALIGNMENT_BYTES = 64
 
@@ -122,8 +122,8 @@ def check_batch(
         where: names the step and shard in messages.
 
     Raises:
-        WorkloadError: another dtype, rank, declared dimension, or set of tensors; or dimensions
-            declared of what is not in the batch.
+        BadBatchError: another dtype, rank, declared dimension, or set of tensors.
+        WorkloadError: dimensions are declared of what is not in the batch.
     """
     found = signature(batch)
     unknown = [path for path in dimensions if path not in found]
@@ -142,7 +142,7 @@ def check_batch(
             for path in sorted({*found, *expected})
             if found.get(path) != expected.get(path)
         ]
-        raise WorkloadError(
+        raise BadBatchError(
             f"the batch of {where} is of another kind than the first: " + "; ".join(lines)
         )
     for path, tensor in _arrays_of(batch):
@@ -153,7 +153,7 @@ def check_batch(
             want is None or want == have for want, have in zip(declared, tensor.shape, strict=False)
         )
         if not fits:
-            raise WorkloadError(
+            raise BadBatchError(
                 f"the batch of {where} breaks the declared dimensions: {path or 'the batch'} has "
                 f"shape {tuple(tensor.shape)}, the workload declares {tuple(declared)}"
             )
@@ -170,7 +170,8 @@ def check_ranges(
         where: names the step and shard in messages.
 
     Raises:
-        WorkloadError: a value outside, or NaN; or a range of what is not in the batch.
+        BadBatchError: a value outside, or NaN.
+        WorkloadError: a range is declared of what is not in the batch.
     """
     arrays = dict(_arrays_of(batch)) if ranges else {}
     for path, (low, high) in ranges.items():
@@ -185,7 +186,7 @@ def check_ranges(
         least, most = (float(value) for value in torch.aminmax(values))
         inside = (low is None or least >= low) and (high is None or most <= high)
         if not inside or least != least or most != most:
-            raise WorkloadError(
+            raise BadBatchError(
                 f"the batch of {where} breaks the declared range: {path or 'the batch'} has values "
                 f"from {least:g} to {most:g}, the workload declares {_end(low)} to {_end(high)}"
             )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -42,6 +43,10 @@ class RolledBack(Exception):
     def __init__(self, rollback: Rollback) -> None:
         super().__init__(rollback)
         self.rollback = rollback
+
+
+Keep = Callable[[Incident, float, bool], None]
+"""Told an incident, the norm of the gradient, and whether the update is applied all the same."""
 
 
 class Detection:
@@ -110,12 +115,16 @@ class Detection:
         """Whether the batch of a step is left out, before it is loaded."""
         return step in self._left_out
 
-    def leaves_out(self, step: int, reduced: Reduced, grad_norm: float, overflow: bool) -> bool:
+    def leaves_out(
+        self, step: int, reduced: Reduced, keep: Keep, grad_norm: float, overflow: bool
+    ) -> bool:
         """Judges a step before its update.
 
         Args:
             step: its number.
             reduced: what it came to.
+            keep: called with the first incident, where there is any and this worker tells them,
+                while everything is as before the step.
             grad_norm: of the unscaled gradient before clipping; NaN where there is none.
             overflow: it overflows under loss scaling, which is no incident.
 
@@ -133,8 +142,12 @@ class Detection:
         norm = None if reduced.is_empty else grad_norm
         found = self._detectors.judge(step=step, loss=loss, grad_norm=norm, overflow=overflow)
         policies = [self._policies[finding.kind] for finding in found]
-        for finding, policy in zip(found, policies, strict=True):
+        told = [
             self._tell(finding, step, policy)
+            for finding, policy in zip(found, policies, strict=True)
+        ]
+        if told and told[0] is not None:
+            keep(told[0], grad_norm, _strongest(policies) == CONTINUE and not overflow)
         action = self._act(found, policies, step)
         self._detectors.take(loss=loss, grad_norm=norm, overflow=overflow)
         self._num_skips += int(action == SKIP)
@@ -166,9 +179,10 @@ class Detection:
         if policy != SKIP:
             self._act([finding], [policy], step)
 
-    def _tell(self, finding: Finding, step: int, policy: Policy) -> None:
+    def _tell(self, finding: Finding, step: int, policy: Policy) -> Incident | None:
+        """The incident as it is recorded; None where another worker tells it."""
         if not self._tells:
-            return
+            return None
         incident = Incident(
             kind=finding.kind,
             step=step,
@@ -178,11 +192,12 @@ class Detection:
             message=finding.message,
             seen={**finding.seen, "policy": policy},
         )
-        self._target.call("record_incident", self._attempt, incident.to_json())
+        told = self._target.call("record_incident", self._attempt, incident.to_json())
+        return replace(incident, id=str(told))
 
     def _act(self, found: list[Finding], policies: list[Policy], step: int) -> Policy:
         """Does what the strongest of the policies says; `skip` and `continue` are returned."""
-        action = next((policy for policy in STRONGEST_FIRST if policy in policies), CONTINUE)
+        action = _strongest(policies)
         if action == CONTINUE:
             return action
         settings = self._settings
@@ -213,6 +228,10 @@ class Detection:
             back = Rollback(to=to, until=step + 1, attempt=self._attempt, message=told)
             raise RolledBack(back)
         return action
+
+
+def _strongest(policies: list[Policy]) -> Policy:
+    return next((policy for policy in STRONGEST_FIRST if policy in policies), CONTINUE)
 
 
 def _not_finite(model: nn.Module) -> list[str]:

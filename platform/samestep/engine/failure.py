@@ -13,6 +13,7 @@ import torch
 
 from samestep.errors import (
     AttemptFailedError,
+    BadBatchError,
     CheckpointError,
     CorruptionError,
     DivergenceError,
@@ -23,6 +24,7 @@ from samestep.errors import (
     SamestepError,
     UserCodeError,
 )
+from samestep.faults.progress import Position
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 
@@ -45,6 +47,7 @@ class Failure:
         is_users: the workload's own code raised.
         is_told: the incident is recorded already, or another worker does it.
         seen: what was observed, for the incident.
+        position: where in its step the worker was; None outside of training.
     """
 
     kind: str
@@ -60,12 +63,20 @@ class Failure:
     is_users: bool
     is_told: bool = False
     seen: Mapping[str, Any] = field(default_factory=dict)
+    position: Position | None = None
 
     @classmethod
     def of(
-        cls, error: BaseException, *, step: int, attempt: int, world_rank: int, world_size: int
+        cls,
+        error: BaseException,
+        *,
+        step: int,
+        attempt: int,
+        world_rank: int,
+        world_size: int,
+        position: Position | None = None,
     ) -> Failure:
-        """Takes down what an exception says."""
+        """Takes down what an exception says, and where the worker was in its step."""
         kind = type(error).__name__
         seen = error.seen if isinstance(error, CorruptionError) else {}
         message = str(error) if isinstance(error, SamestepError) else f"{kind}: {error}"
@@ -87,6 +98,7 @@ class Failure:
             # What all workers found alike is told by one of them.
             is_told=isinstance(error, IncidentError) or (bool(seen) and world_rank != 0),
             seen=seen,
+            position=position,
         )
 
     def to_incident(self) -> Incident:
@@ -98,7 +110,7 @@ class Failure:
             attempt=self.attempt,
             world_rank=self.seen["culprit"] if is_corruption else self.world_rank,
             host=self.seen["host"] if is_corruption else os.uname().nodename,
-            seen=self.seen,
+            seen={**_told(self.position), **self.seen},
             time=time.time(),
             message=self.message,
             traceback=self.traceback,
@@ -122,6 +134,13 @@ class Failure:
         return AttemptFailedError(self.message, details)
 
 
+def _told(position: Position | None) -> dict[str, Any]:
+    if position is None:
+        return {}
+    shard = {"shard": position.shard} if position.shard >= 0 else {}
+    return {"phase": str(position.phase), **shard}
+
+
 def _incident_kind(error: BaseException) -> IncidentKind:
     if isinstance(error, IncidentError):
         return IncidentKind(error.kind)
@@ -129,6 +148,8 @@ def _incident_kind(error: BaseException) -> IncidentKind:
         return IncidentKind.CORRUPTION
     if isinstance(error, DivergenceError):
         return IncidentKind.DIVERGENCE
+    if isinstance(error, BadBatchError):
+        return IncidentKind.BAD_BATCH
     if isinstance(error, CheckpointError):
         return IncidentKind.DAMAGED_CHECKPOINT
     # What the workload raised is the cause of the UserCodeError that tells it.

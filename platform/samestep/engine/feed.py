@@ -137,7 +137,7 @@ class Feed:
 
         Raises:
             UserCodeError: the dataset or collate raised.
-            WorkloadError: the batch is of another kind than the first.
+            BadBatchError: the batch is of another kind than the first, or not as declared.
             PeerLostError: a loader process died.
         """
         if self._iterator is None:

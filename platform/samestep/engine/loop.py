@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.reading import load_weights
+from samestep.checkpoint.state import State
 from samestep.checkpoint.storage import Storage
 from samestep.engine import devices
 from samestep.engine.appraisal import Appraisal
 from samestep.engine.detection import Detection, RolledBack
-from samestep.engine.ema import averages_in
 from samestep.engine.ending import Ending
+from samestep.engine.evidence import Evidence
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
+from samestep.engine.final_model import hand_out
 from samestep.engine.flag import Flag
 from samestep.engine.hooks import Hooks
 from samestep.engine.keeping import SAVE_FLAG, Keeping
 from samestep.engine.passing import pass_over
 from samestep.engine.peers import Peers
-from samestep.engine.recording import Recording, step_record, values_of
+from samestep.engine.recording import Recording, record_before_update, step_record, values_of
 from samestep.engine.resume import Saved
 from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
 from samestep.engine.update import apply_update
-from samestep.errors import ExitStatus, PeerLostError
+from samestep.errors import ExitStatus, IncidentError, PeerLostError
 from samestep.exact import numerics
 from samestep.exact.order import ShardPlan
 from samestep.faults.progress import Phase, Progress
+from samestep.incidents.bundle import StateSource
+from samestep.incidents.record import Incident
 from samestep.incidents.rollback import Rollback
 from samestep.names import Activity, Event
 from samestep.spec import JobSpec
@@ -142,6 +144,14 @@ class Loop:
             start=start,
             fingerprint=fingerprint,
         )
+        self._evidence = Evidence(
+            spec=spec,
+            built=built,
+            fetcher=feed.fetcher,
+            run=run,
+            target=target,
+            fingerprint=fingerprint,
+        )
         has_own = type(built.workload).before_step is not Workload.before_step
         model = built.parts.model
         self._touched = [*model.parameters(), *model.buffers()] if has_own else []
@@ -161,6 +171,13 @@ class Loop:
             # Its part will not come. What lies in shared memory is for the next attempt.
             self._keeping.close(wait_s=0, keep_images=True)
             raise
+        except IncidentError:
+            # All have decided alike. Who ends first would end the others: worker 0 may write.
+            self._evidence.finish()
+            with suppress(PeerLostError):
+                self._peers.gather("stopped")()
+            self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
+            raise
         except BaseException:
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
             raise
@@ -174,6 +191,7 @@ class Loop:
     def _train(self) -> bool:
         with self._timesheet.on(Activity.CHECKPOINT):
             self._keeping.begin()
+        self._catch_up()
         end_step, flag = self._built.end_step, Flag.GO_ON
         self._settle()
         while self._step < end_step and not flag and self._appraisal.stop_reason is None:
@@ -187,6 +205,7 @@ class Loop:
             return False
         if done:
             self._evaluate()
+        self._evidence.finish(hurries=not done)  # while the recorder is there
         self._end()
         self._progress.at(Phase.ENDING, step=self._step)
         self._finish(done)
@@ -207,6 +226,27 @@ class Loop:
         """What this worker has of the run when the attempt breaks off; None: nothing whole."""
         if not self._whole or (self._computing and not self._engine.rewind()):
             return None
+        return Held(
+            run_uri=run_uri,
+            attempt=self._attempt,
+            state=self._state(),
+            built=self._built,
+            records=self._recording.rest(),
+        )
+
+    def keep_evidence(self, incident: Incident) -> None:
+        """Writes the bundle of the incident that has ended the attempt in this worker."""
+        if self._whole and (not self._computing or self._engine.rewind()):
+            self._evidence.keep(
+                incident,
+                self._state,
+                source=StateSource.LIVE,
+                wants_samples=self._begun,  # else before_step raised: nothing was read
+                records=self._recording.rest(),
+            )
+
+    def _state(self) -> State:
+        """The present state, with where between two updates it is."""
         rest = Rest(
             stage=self._stage,
             begun=self._begun,
@@ -215,13 +255,14 @@ class Loop:
             is_best=self._is_best,
             best=self._appraisal.best,
         )
-        return Held(
-            run_uri=run_uri,
-            attempt=self._attempt,
-            state=self._keeping.state(self._step, {HELD_KEY: rest.to_extras()}),
-            built=self._built,
-            records=self._recording.rest(),
-        )
+        return self._keeping.state(self._step, {HELD_KEY: rest.to_extras()})
+
+    def _catch_up(self) -> None:
+        """Of a crash nobody kept anything: the state at hand is from before its step, mostly."""
+        if self._link is not None and self._attempt > 1:
+            kind = self._start.source
+            source = StateSource.START if kind is None else StateSource(str(kind))
+            self._evidence.catch_up(self._step, self._state, source)
 
     def _settle(self) -> None:
         """Does what is due after the last update; goes on where an attempt before broke off."""
@@ -265,17 +306,14 @@ class Loop:
         if done:
             reason = "early_stop" if self._step < self._built.end_step else "end"
         if done and self._on_finished is not None:
-            file = getattr(sys.modules.get(type(self._built.workload).__module__), "__file__", None)
-            # The model that is kept is the one that is evaluated: the averages, where there are.
-            with averages_in(self._built.parts.model, self._built.parts.ema):
-                self._on_finished(
-                    Finished(
-                        model=self._built.parts.model,
-                        use=self._use_model,
-                        code=Path(file) if file else None,
-                        best_weights=self._best_weights,
-                    )
-                )
+            hand_out(
+                self._built,
+                self._on_finished,
+                run_uri=self._run.uri,
+                step=self._step,
+                best=appraisal.best,
+                device=self._device,
+            )
         self._target.call(
             "finish",
             self._attempt,
@@ -291,24 +329,6 @@ class Loop:
                 "timing": self._timesheet.lap(),
             },
         )
-
-    def _best_weights(self) -> Mapping[str, Any] | None:
-        """Those of the best checkpoint, read from storage; None where the last state has them."""
-        best = self._appraisal.best
-        if best is None or best[0] == self._step:
-            return None
-        return load_weights(self._run.uri, checkpoint=best[0])
-
-    def _use_model(self) -> None:
-        """Calls the model once, as an evaluation does; nothing where there is none."""
-        if self._built.evaluation is not None:
-            self._built.evaluation.run(
-                self._built.parts.model,
-                Peers(None),
-                step=self._step,
-                device=self._device,
-                max_batches=1,
-            )
 
     @during(Activity.TRAINING)
     def _take_step(self) -> Flag:
@@ -332,7 +352,9 @@ class Loop:
             step=step,
             device=self._device,
             schedule_due=self._schedule_due(step + 1),
-            leaves_out=partial(self._detection.leaves_out, step, reduced),
+            leaves_out=partial(
+                self._detection.leaves_out, step, reduced, partial(self._keep, plans, reduced)
+            ),
         )
         if updated.skipped and not passes_over:
             self._engine.main.keeper.undo_step()
@@ -355,6 +377,27 @@ class Loop:
         self._detection.look_at_weights(built.parts.model, step)
         self._flag = reduced.flag
         return Flag(reduced.flag % SAVE_FLAG)
+
+    def _keep(
+        self,
+        plans: list[ShardPlan],
+        reduced: Reduced,
+        incident: Incident,
+        grad_norm: float,
+        applied: bool,
+    ) -> None:
+        """Keeps evidence of what was found in a step, right before its update."""
+        optimizer = self._built.parts.optimizer
+        record = record_before_update(plans, reduced, optimizer, grad_norm, applied=applied)
+        with self._engine.main.keeper.as_before():
+            self._evidence.keep(
+                incident,
+                self._state,
+                source=StateSource.LIVE,
+                if_idle=True,
+                record=record,
+                records=self._recording.rest(),
+            )
 
     def _compute(self, step: int, plans: list[ShardPlan]) -> Reduced:
         self._computing = True

@@ -7,11 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
 from samestep.engine.backlog import Backlog
 from samestep.engine.step import Reduced
-from samestep.engine.update import Updated
+from samestep.engine.update import Updated, learning_rates
 from samestep.errors import DivergenceError, RecorderError
 from samestep.exact.digest import ids_digest
+from samestep.exact.order import ShardPlan
 from samestep.names import Event
 from samestep.telemetry.link import Link
 from samestep.telemetry.records import EventRecord, StepRecord
@@ -98,6 +101,27 @@ def step_record(
         skipped=values.skipped,
         state_digest=digest,
         timing=timing,
+    )
+
+
+def record_before_update(
+    plans: Sequence[ShardPlan],
+    reduced: Reduced,
+    optimizer: Optimizer,
+    grad_norm: float,
+    *,
+    applied: bool,
+) -> StepRecord:
+    """What the ledger's line of a step will be, or would be, as known right before its update."""
+    would_be = Updated(
+        grad_norm=grad_norm, learning_rates=learning_rates(optimizer), skipped=not applied
+    )
+    return step_record(
+        values_of(plans[0].step, plans[0].epoch, reduced, would_be),
+        ids=[plan.ids for plan in plans],
+        reduced=reduced,
+        digest=None,
+        timing={},
     )
 
 

@@ -85,7 +85,7 @@ def apply_update(
         schedule_due: the scheduler is stepped after this step, whether or not it is left out.
         leaves_out: asked before anything of the state changes; may raise.
     """
-    learning_rates = [float(group["lr"]) for group in parts.optimizer.param_groups if "lr" in group]
+    rates = learning_rates(parts.optimizer)
     seed_everything(spec.seed, Purpose.OPTIMIZER, step, device=device)
     has_gradient, parameters = bool(parameters), _optimized(parts.optimizer, parameters)
     norm, overflow = _measure(parts, parameters)
@@ -102,7 +102,12 @@ def apply_update(
     if parts.scheduler is not None and schedule_due:
         scheduler = parts.scheduler
         in_user_code(lambda: step_schedule(scheduler), f"the scheduler after step {step}")
-    return Updated(grad_norm=grad_norm, learning_rates=learning_rates, skipped=skipped)
+    return Updated(grad_norm=grad_norm, learning_rates=rates, skipped=skipped)
+
+
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """Of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 def _measure(parts: Parts, parameters: list[nn.Parameter]) -> tuple[Tensor | None, bool]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.checkpoint.encode import dumps, loads
+from samestep.checkpoint.encode import dumps, encode, loads
 from samestep.errors import CheckpointError
 
 KIND: Final = "kind"
@@ -75,6 +75,7 @@ def _plain(value: Any, path: str) -> dict[str, Any]:
     if kind in (dict, OrderedDict):
         pairs = [[key, _plain(item, f"{path}[{key!r}]")] for key, item in value.items()]
         return {KIND: kind.__name__, "items": pairs}
+    encode(value, tensors={}, path=path)  # refused by its own path
     return {KIND: "value", "value": value}
 
 

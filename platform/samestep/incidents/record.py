@@ -81,7 +81,7 @@ def write(run: Storage, incident: Incident) -> Incident:
 
     The id tells kind, step and attempt, and has a number added where that is taken.
     """
-    base = f"{incident.kind}-step-{incident.step:08d}-attempt-{incident.attempt}"
+    base = id_of(incident)
     candidate, number = incident.id or base, 1
     while True:
         named = replace(incident, id=candidate)
@@ -90,6 +90,11 @@ def write(run: Storage, incident: Incident) -> Incident:
             return named
         number += 1
         candidate = f"{incident.id or base}-{number}"
+
+
+def id_of(incident: Incident) -> str:
+    """The id of an incident that is the first of its kind at its step in its attempt."""
+    return f"{incident.kind}-step-{incident.step:08d}-attempt-{incident.attempt}"
 
 
 def read(run: Storage, incident_id: str) -> Incident:

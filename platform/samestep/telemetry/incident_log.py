@@ -3,35 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from samestep.checkpoint.storage import Storage
 from samestep.incidents import record as incidents
 from samestep.incidents.record import Incident
-from samestep.names import Event, IncidentKind
+from samestep.incidents.redaction import Redaction
+from samestep.names import INCIDENT_FILE, INCIDENTS_DIR, Event, IncidentKind
+from samestep.spec import JobSpec
 from samestep.telemetry.stalls import Stalls
 
 Log = Callable[[Event, int, Mapping[str, Any]], None]
 
 
+SEEN_AGAIN: Final = frozenset(
+    {IncidentKind.NON_FINITE, IncidentKind.LOSS_SPIKE, IncidentKind.GRAD_SPIKE}
+)
+"""Kinds that follow from a step's values: when it is taken again they are seen again."""
+
+
 class IncidentLog:
     """Writes incidents, those that workers tell and those that come of what several tell.
 
+    What follows from a step's values is one incident, however often the step is taken again.
+
     Args:
         run: the run directory.
+        spec: the job; what it calls secret is not written.
         log: enters an event into the ledger, given its kind, step and fields.
         clock: seconds since the epoch.
+        noted: told of each that is written.
     """
 
-    def __init__(self, run: Storage, *, log: Log, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run: Storage,
+        spec: JobSpec,
+        *,
+        log: Log,
+        clock: Callable[[], float],
+        noted: Callable[[Incident], None],
+    ) -> None:
         self._run = run
+        self._redaction = Redaction(spec)
         self._log = log
         self._clock = clock
+        self._noted = noted
         self.stalls = Stalls()
 
     def write(self, incident: Incident) -> str:
-        """Writes an incident; returns its id."""
+        """Writes an incident; returns its id, or that of the same one seen before."""
+        incident = self._without_secrets(incident)
+        known = self._known(incident)
+        if known is not None:
+            return known
         written = incidents.write(self._run, incident)
+        self._noted(written)
         fields = {"id": written.id, "kind": str(written.kind), "message": written.message}
         self._log(Event.INCIDENT, written.step, fields)
         return written.id
@@ -61,3 +89,25 @@ class IncidentLog:
         found = self.stalls.settle(attempt=attempt, world_size=num_workers, time_s=self._clock())
         if found is not None:
             self.write(found)
+
+    def _known(self, incident: Incident) -> str | None:
+        if incident.kind not in SEEN_AGAIN or not incident.seen:
+            return None
+        start = incidents.id_of(incident).rpartition("-")[0]
+        for name in self._run.list(INCIDENTS_DIR):
+            if not name.startswith(f"{start}-"):
+                continue
+            if self._run.exists(f"{INCIDENTS_DIR}/{name}/{INCIDENT_FILE}"):
+                before = incidents.read(self._run, name)
+                if dict(before.seen) == dict(incident.seen):
+                    return name
+        return None
+
+    def _without_secrets(self, incident: Incident) -> Incident:
+        redact = self._redaction
+        return replace(
+            incident,
+            message=redact.text(incident.message),
+            traceback=None if incident.traceback is None else redact.text(incident.traceback),
+            seen=redact.plain(incident.seen),
+        )

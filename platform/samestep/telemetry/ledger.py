@@ -130,6 +130,49 @@ def read_ledger(
                 yield record
 
 
+def lines_around(run: Storage, incident_id: str, *, from_step: int) -> list[dict[str, Any]]:
+    """The lines from a step on, in the order of writing, as they were at an incident.
+
+    For looking at the end of a long ledger while it is written: it is read from its end. A line
+    that is not whole is passed over; so is what followed once the run had gone back behind the
+    incident, and steps that had been taken back before it.
+    """
+    found: list[dict[str, Any]] = []
+    stay: int | None = None
+    is_before = False
+    for line in _from_the_end(run):
+        left = stays_after(line)
+        if left is not None and not is_before:
+            found.clear()
+        elif left is not None:
+            stay = left if stay is None else min(stay, left)
+        if line["type"] == STEP and stay is not None and line["step"] >= stay:
+            continue
+        if line["step"] >= from_step:
+            found.append(line)
+        elif line["type"] == STEP and is_before:
+            break
+        is_before = is_before or _is_of(line, incident_id)
+    return found[::-1]
+
+
+def _is_of(line: Mapping[str, Any], incident_id: str) -> bool:
+    is_one = line["type"] == EVENT and line["event"] == Event.INCIDENT
+    return is_one and bool(line["fields"].get("id") == incident_id)
+
+
+def _from_the_end(run: Storage) -> Iterator[dict[str, Any]]:
+    """The lines that are whole, the last one first."""
+    for name in reversed(segments(run)):
+        for text in reversed(run.read(name).splitlines()):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if line.get("type") in KINDS and not malformed(line):
+                yield line
+
+
 def stays_after(line: Mapping[str, Any]) -> int | None:
     """How many steps are left by a line that is a rollback; None for any other line."""
     if line["type"] == EVENT and line["event"] == Event.ROLLED_BACK:

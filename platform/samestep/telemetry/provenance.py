@@ -36,6 +36,24 @@ def git_revision(folder: Path) -> dict[str, str]:
     return {str(Tag.GIT_COMMIT): commit, **known}
 
 
+def source_of(folder: Path | None) -> dict[str, str]:
+    """The commit that holds a folder (`git_commit`), and whether it was changed (`git_changed`)."""
+    found = git_revision(folder) if folder is not None else {}
+    named = {Tag.GIT_COMMIT: "git_commit", Tag.GIT_CHANGED: "git_changed"}
+    return {name: found[tag] for tag, name in named.items() if tag in found}
+
+
+@cache
+def packages() -> dict[str, str]:
+    """Version of every installed distribution, by name."""
+    found = {
+        str(name): item.version
+        for item in metadata.distributions()
+        if (name := item.metadata["Name"])
+    }
+    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of what bits depend on, by tag; without importing any of it."""
     found = {f"{TAG_VERSION_PREFIX}python": platform.python_version()}

@@ -25,6 +25,7 @@ from samestep.telemetry import identity
 from samestep.telemetry.accounting import NOTICED_LATE, OPENED, TIMING
 from samestep.telemetry.board import Board
 from samestep.telemetry.budget import ended_by_budget
+from samestep.telemetry.bundle_desk import BundleCalls, BundleDesk
 from samestep.telemetry.commits import Commits
 from samestep.telemetry.incident_log import IncidentLog
 from samestep.telemetry.intake import Intake
@@ -48,7 +49,7 @@ _ENDS: Final = (
 logger = logging.getLogger(__name__)
 
 
-class Recorder:
+class Recorder(BundleCalls):
     """Opens a run directory for writing; made anew (after a crash) it goes on where it stopped.
 
     Args:
@@ -114,7 +115,9 @@ class Recorder:
                 divergence=lambda: self._divergence,
             )
             self._slowness = Slowness(spec.incidents)
-            self._incidents = IncidentLog(self._run, log=self._intake.log, clock=clock)
+            self._bundles = BundleDesk(run=self._run, keep=spec.incidents.bundle.keep)
+            log, noted = self._intake.log, self._bundles.note
+            self._incidents = IncidentLog(self._run, spec, log=log, clock=clock, noted=noted)
             self._saves = Saves(
                 self._run,
                 commit=self._commits.commit,

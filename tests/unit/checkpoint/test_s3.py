@@ -22,7 +22,12 @@ from samestep.checkpoint.state import State, state_sha256
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import ProcessWriter
 from samestep.checkpoint.writing import Outline, write_files
-from samestep.names import Event
+from samestep.errors import BundleError
+from samestep.incidents.bundle import folder_of
+from samestep.incidents.packing import pack, unpack
+from samestep.incidents.record import Incident, write
+from samestep.names import Event, IncidentKind
+from samestep.replay.bundle_source import BundleSource
 from samestep.replay.checkpoints import checkpoint_lines
 from samestep.telemetry import lease as leases
 from samestep.telemetry.ledger import events, steps
@@ -179,3 +184,22 @@ def test_a_run_in_a_bucket_trains_resumes_and_ends_as_one_on_disk(
     assert [name for name in listed if not name.startswith(".")] == [
         "bucketed", "bucketed.replaced-1",
     ]  # fmt: skip
+
+
+def test_a_bundle_in_a_bucket_is_read_there_and_packed_from_there(
+    make_spec: Callable[..., JobSpec], tmp_path: Path
+) -> None:
+    run = Storage.at(train(make_spec(max_steps=4), search=[tmp_path]).run)
+    lost = Incident(kind=IncidentKind.CRASH, step=5, attempt=1, message="killed", time=1.0)
+    lost = write(run, lost)
+    train(make_spec(max_steps=7), search=[tmp_path])
+    folder = folder_of(run, lost.id)
+    source = BundleSource(folder)
+    assert source.bundle.sample_steps == (4, 5)
+    assert source.start().state.step == 4
+    assert source.batch(source.plans(5)[1])[0].shape == (1, 2)
+    pack(folder, tmp_path / "one.zip")
+    assert unpack(tmp_path / "one.zip", tmp_path / "here") == source.bundle
+    run.write(f"incidents/{lost.id}/state/more", b"")
+    with pytest.raises(BundleError, match="state/more is not listed"):
+        BundleSource(folder)

@@ -47,12 +47,12 @@ BEFORE_STEP_0 = {
     "order raises": ("UserCodeError", r"Odd\.order\(0\) raised LookupError: .*no order"),
 }
 IN_MID_RUN = {
-    "other dtype": ("WorkloadError", r"step 2, shard 0 is of another kind.*0: torch\.float64 with"),
-    "other rank": ("WorkloadError", r"step 2, shard 0 is of .* with 3 dimensions, the first .* 2 "),
-    "other dimension": ("WorkloadError", r"1 has shape \(3, 2\), the workload declares \(None, 1"),
-    "too large": ("WorkloadError", r"step 2, shard 0 breaks the declared range: 0 .* any to 100$"),
-    "not a number": ("WorkloadError", r"step 2, shard 0 breaks the .* nan to nan, the workload"),
-    "other array": ("WorkloadError", r"2: numpy\.int64 with 1 .* first batch had numpy\.int32"),
+    "other dtype": ("BadBatchError", r"step 2, shard 0 is of another kind.*0: torch\.float64 with"),
+    "other rank": ("BadBatchError", r"step 2, shard 0 is of .* with 3 dimensions, the first .* 2 "),
+    "other dimension": ("BadBatchError", r"1 has shape \(3, 2\), the workload declares \(None, 1"),
+    "too large": ("BadBatchError", r"step 2, shard 0 breaks the declared range: 0 .* any to 100$"),
+    "not a number": ("BadBatchError", r"step 2, shard 0 breaks the .* nan to nan, the workload"),
+    "other array": ("BadBatchError", r"2: numpy\.int64 with 1 .* first batch had numpy\.int32"),
     "changes later": ("NotExactError", r"of step 2 changed parameters in place \(0\.weight\)"),
     "item raises": ("UserCodeError", r"reading sample 25 \(step 2, shard 1\) raised OSError: cann"),
     "freezes": ("WorkloadError", r"requires_grad .* changed during the forward of step 2, shard 0"),

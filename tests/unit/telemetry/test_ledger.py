@@ -14,11 +14,12 @@ from samestep.telemetry.ledger import (
     MAX_SEGMENT_BYTES,
     LedgerWriter,
     events,
+    lines_around,
     read_ledger,
     segments,
     steps,
 )
-from samestep.telemetry.records import EventRecord
+from samestep.telemetry.records import EventRecord, StepRecord
 
 
 @pytest.fixture
@@ -202,3 +203,25 @@ def test_after_a_failed_append_the_next_one_opens_a_new_segment(
     writer.append([make_step(1).to_json()])
     assert len(segments(run)) == 2
     assert list(steps(run)) == [0, 1]
+
+
+def test_lines_around_an_incident_are_those_there_were_when_it_happened(
+    run: Storage, make_step: Any
+) -> None:
+    def steps_from(first: int, last: int, loss: float) -> list[dict[str, Any]]:
+        return [make_step(step, loss=loss).to_json() for step in range(first, last + 1)]
+
+    def event(kind: Event, step: int, **fields: Any) -> dict[str, Any]:
+        record = EventRecord(event=kind, step=step, attempt=1, time=0.0, fields=fields)
+        return record.to_json()
+
+    writer = LedgerWriter(run)
+    writer.append(steps_from(0, 4, 1.0))
+    writer.append([event(Event.ROLLED_BACK, 3, to=3, until=5), *steps_from(3, 5, 2.0)])
+    writer.append([event(Event.INCIDENT, 7, id="odd"), make_step(6, loss=2.0).to_json()])
+    writer.append([event(Event.ROLLED_BACK, 4, to=4, until=8), *steps_from(4, 9, 3.0)])
+    for first in (0, 2, 5):
+        lines = lines_around(run, "odd", from_step=first)
+        found = [StepRecord.from_json(line) for line in lines if line["type"] == "step"]
+        told = [(record.step, record.loss) for record in found]
+        assert told == [(step, 1.0 if step < 3 else 2.0) for step in range(first, 7)]
