@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+# Test modules share the module beside this one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from planted_runs import HERE, JOB, STEP, Runs, fresh, sample_at
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs that end at STEP for one reason each, and some that don't."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
+    (folder / "wobbly.py").write_text((HERE / "wobbly.py").read_text())
+    bad = sample_at(STEP, 1)
+    jobs: dict[str, dict[str, Any]] = {
+        "poisoned": {"args.poisoned": bad},
+        "large": {"args.large": bad},
+        "raises": {"args.raises": bad},
+        "explodes": {"args.lr": 1e12},
+        "skips": {"args.poisoned": bad, "incidents.non_finite": "skip"},
+        "calm": {},
+        "tilts": {"args.tilts": bad},
+        "many": {"args.many": True},
+    }
+    commands = []
+    for name, settings in jobs.items():
+        given = [word for path, value in settings.items() for word in ("--set", f"{path}={value}")]
+        commands.append(["train", "job.yaml", "--name", name, *given])
+    results = fresh(folder, *commands)
+    ended = {name: result.status for name, result in zip(jobs, results, strict=True)}
+    assert ended == {
+        **dict.fromkeys(("poisoned", "large", "raises", "explodes"), 1),
+        **dict.fromkeys(("skips", "calm", "tilts", "many"), 0),
+    }, results
+    return Runs(folder=folder)
