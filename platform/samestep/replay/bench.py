@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,12 +137,13 @@ class Bench:
         spec, workload, device = self._spec, self.workload, self._device
         try:
             if not has_data:
-                return None, build_acting(spec, workload, device)
+                # Its other methods may need what data() leaves behind.
+                with suppress(UserCodeError):
+                    return None, build_acting(spec, workload, device)
             built = build(spec, workload, device)
         except (UserCodeError, WorkloadError, NotExactError) as error:
-            what = "its data" if has_data else "what its other methods need without data()"
             raise CannotReplayError(
-                f"workload {spec.workload!r} can't be built here ({what} may be missing, or its "
+                f"workload {spec.workload!r} can't be built here (its data may be missing, or its "
                 f"code is another): {error}"
             ) from error
         return built, Acting(

@@ -118,8 +118,7 @@ class Taker:
             loss_of=partial(self.workload.loss, model),
             keeper=BufferKeeper(model),
         )
-        self._begun = False
-        self._re_enact(start)
+        self._begun, self._start, self._adjust = False, start, adjust
         if adjust is not None:
             adjust(self.parts)
         scaler = self.parts.scaler
@@ -132,6 +131,7 @@ class Taker:
             scale=scaler.scale if scaler is not None else _unscaled,
             progress=place.progress,
         )
+        self._re_enact_rest(start)
         self.engine.nominal_weight = self._nominal_weight(extras)
 
     @property
@@ -167,11 +167,22 @@ class Taker:
         return self._bench.take_sample(plan, place)
 
     def begin_step(self) -> None:
-        """Calls `before_step` of the next step, once."""
-        if not self._begun:
-            self._place.progress.at(Phase.BEFORE_STEP, step=self.step)
-            before_step(self._spec, self.workload, [self.replica], self.step)
-            self._begun = True
+        """Calls `before_step` of the next step, once.
+
+        Where the state was taken after that call, it has what the call did to the model: the
+        tensors are put back, as in training (see `Attempt`).
+
+        Raises:
+            UserCodeError: it raised.
+        """
+        if self._begun:
+            return
+        self._place.progress.at(Phase.BEFORE_STEP, step=self.step)
+        before_step(self._spec, self.workload, [self.replica], self.step)
+        start, self._start = self._start, None
+        if start is not None and start.rest.begun:
+            self._put_back(start)
+        self._begun = True
 
     def state(self) -> State:
         """A copy of the present state, on its device; what `start` may be made of."""
@@ -302,27 +313,26 @@ class Taker:
             return False
         return schedule.every == "step" or num_steps % self.steps_per_epoch == 0
 
-    def _re_enact(self, start: Start | None) -> None:
-        """Calls `before_step` as it had been called when the state was taken (see `Attempt`)."""
-        if start is None:
-            self.begin_step()
+    def _re_enact_rest(self, start: Start | None) -> None:
+        """Does what was still to be done after the last update when the state was taken."""
+        if start is None or start.rest.stage is Stage.SETTLED:
             return
         rest = start.rest
-        if rest.stage is Stage.SETTLED:
-            self.begin_step()
-            if rest.begun:
-                restore(start.state, self.parts)
-            return
         before_step(self._spec, self.workload, [self.replica], self.step - 1)
-        restore(start.state, self.parts)
+        self._put_back(start)
         if rest.stage < Stage.EVALUATED and rest.values is not None:
             self.settle(Values(**rest.values), with_hooks=False)
-        self.begin_step()
+
+    def _put_back(self, start: Start) -> None:
+        restore(start.state, self.parts)
+        if self._adjust is not None:
+            self._adjust(self.parts)
 
     def _nominal_weight(self, extras: Mapping[str, Any]) -> float:
         known = extras.get("nominal_weight") or self._spec.nominal_weight
         if known is not None:
             return float(known)
+        self.begin_step()  # the run's canary came after it
         plan = self.plans(0)[0]
         [(_, result)] = self.engine.probe(plan, self._bench.take)
         return nominal_weight(None, result, self.engine.nominal_weight)

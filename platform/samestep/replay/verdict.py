@@ -146,6 +146,8 @@ def replay(
         CannotReplayError: something is missing.
     """
     differing = numerics.differences(source.numerics, taker.fingerprint)
+    if taker.spec.reduction == "fast":
+        differing.append("reduction: 'fast' against 'exact'")
     tolerance = TOLERANCE[taker.spec.precision] if differing else None
     first_step, compared = taker.step, list[Compared]()
     raised: Raised | None = None

@@ -276,30 +276,25 @@ def test_the_debugger_opens_before_the_step_with_everything_at_hand(
     assert "reproduced bit for bit: step 6 (" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("kind", "argument", "told"),
-    [
-        (
-            IncidentKind.CRASH,
-            "kills",
-            "the process was ended by SIGKILL in forward of step 6, shard 1",
-        ),
-        (IncidentKind.HANG, "hangs", "it stands still in forward of step 6, shard 1"),
-    ],
-)
 def test_a_step_that_takes_its_process_with_it_is_taken_by_another_one(
-    runs: Runs, tmp_path: Path, kind: IncidentKind, argument: str, told: str
+    runs: Runs, tmp_path: Path
 ) -> None:
-    incident = Incident(kind=kind, step=6, attempt=1, message="planted", id=f"{kind}-planted")
-    run = runs.at("calm")
-    known = write(run, incident)
-    options = ["--set", f"args.{argument}={BAD}", "--still", "1", "--code", str(runs.folder)]
+    run, commands, written = runs.at("calm"), [], []
+    for kind, argument in ((IncidentKind.CRASH, "kills"), (IncidentKind.HANG, "hangs")):
+        incident = Incident(kind=kind, step=6, attempt=1, message="planted", id=f"{kind}-planted")
+        written.append(write(run, incident).id)
+        options = ["--set", f"args.{argument}={BAD}", "--still", "1", "--code", str(runs.folder)]
+        commands.append(["replay", str(run.root), written[-1], *options, "--json"])
     try:
-        [found] = fresh(tmp_path, ["replay", str(run.root), known.id, *options, "--json"])
+        found = fresh(tmp_path, *commands)
     finally:
-        run.delete(f"incidents/{known.id}")
-    assert found.status == 0, found.out
-    assert found.data["ended"] == told
+        for name in written:
+            run.delete(f"incidents/{name}")
+    assert [result.status for result in found] == [0, 0]
+    assert [result.data["ended"] for result in found] == [
+        "the process was ended by SIGKILL in forward of step 6, shard 1",
+        "it stands still in forward of step 6, shard 1",
+    ]
 
 
 def test_json_output_is_one_object(replayed: dict[str, Result]) -> None:
