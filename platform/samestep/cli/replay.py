@@ -7,6 +7,7 @@ import os
 import pdb
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -185,7 +186,9 @@ def _replay(source: Source, place: Place, asked: _Asked, target: Target, late: l
     from samestep.replay.verdict import STATUS, take_again
     from samestep.replay.what_if import what_if
 
-    with numerics.GlobalsKept(), global_generators_kept():
+    # What the workload prints must not end up within the JSON.
+    printed = redirect_stdout(sys.stderr) if asked.as_json else nullcontext()
+    with numerics.GlobalsKept(), global_generators_kept(), printed:
         try:
             found, taker = take_again(
                 source,

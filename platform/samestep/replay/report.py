@@ -269,6 +269,8 @@ def _environment(found: Replayed, source: Source) -> str:
         lines = ["The numerics differ, in the run against here:", *found.numerics]
     else:
         lines = ["The numerics are those of the run."]
+    if found.surroundings:
+        lines += ["Code and packages differ, in the run against here:", *found.surroundings]
     told = {
         key: value for key, value in source.provenance.items() if value not in (None, "", [], {})
     }

@@ -22,7 +22,12 @@ def describe(found: Replayed) -> list[str]:
             "the numerics differ, in the run against here:",
             *(f"  {line}" for line in found.numerics),
         ]
-    elif found.verdict is Verdict.NOT_REPRODUCED and first is not None:
+    if found.surroundings and found.verdict is not Verdict.REPRODUCED:
+        lines += [
+            "code and packages differ, in the run against here:",
+            *(f"  {line}" for line in found.surroundings),
+        ]
+    if found.verdict is Verdict.NOT_REPRODUCED and first is not None and not found.numerics:
         lines.append(
             "the numerics do not differ: the code, the data, or a machine does (samestep bisect "
             "finds the first tensor, where two runs are there)"
@@ -93,6 +98,7 @@ def as_json(found: Replayed) -> dict[str, Any]:
         "ended": found.ended or None,
         "numerics": list(found.numerics),
         "tolerance": found.tolerance,
+        "surroundings": list(found.surroundings),
         "notes": list(found.notes),
         "record": None if record is None else record.to_json(),
         "grad_norm": None if at_step is None else at_step.grad_norm,

@@ -18,6 +18,7 @@ from samestep.replay.apart import Ended
 from samestep.replay.bench import Place
 from samestep.replay.raised import Raised
 from samestep.replay.source import Source
+from samestep.replay.surroundings import surroundings
 from samestep.replay.taking import Taken, Taker
 from samestep.telemetry.records import TOLERANCE, StepRecord, same_values
 
@@ -80,6 +81,7 @@ class Replayed:
         raised_then: by the step in the run, as the incident tells.
         numerics: how the binding numerics differ from those of the run.
         tolerance: what values were held to where they do; else None.
+        surroundings: how code and packages differ, as far as that is known; compared by nobody.
         notes: what else there is to know.
         ended: how the process that took the step ended or stood still; empty where it did neither.
         stacks: of its threads, where it stood still.
@@ -95,6 +97,7 @@ class Replayed:
     raised_then: Raised | None = None
     numerics: tuple[str, ...] = ()
     tolerance: float | None = None
+    surroundings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ended: str = ""
     stacks: str = ""
@@ -189,6 +192,7 @@ def replay(
         raised_then=then,
         numerics=tuple(differing),
         tolerance=tolerance,
+        surroundings=tuple(surroundings(source.provenance, taker.workload.folder)),
         notes=tuple(notes),
         before=before,
     )

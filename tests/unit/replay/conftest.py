@@ -25,8 +25,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "large": {"args.large": bad},
         "raises": {"args.raises": bad},
         "explodes": {"args.lr": 1e12},
+        "loud": {
+            "args.loud": bad,
+            "incidents.loss_spike": "stop",
+            "incidents.least": 4,
+            "incidents.window": 8,
+        },
         "skips": {"args.poisoned": bad, "incidents.non_finite": "skip"},
         "calm": {},
+        "light": {"args.momentum": 0.5, "max_steps": 4},
         "tilts": {"args.tilts": bad},
         "many": {"args.many": True},
     }
@@ -37,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     results = fresh(folder, *commands)
     ended = {name: result.status for name, result in zip(jobs, results, strict=True)}
     assert ended == {
-        **dict.fromkeys(("poisoned", "large", "raises", "explodes"), 1),
-        **dict.fromkeys(("skips", "calm", "tilts", "many"), 0),
+        **dict.fromkeys(("poisoned", "large", "raises", "explodes", "loud"), 1),
+        **dict.fromkeys(("skips", "calm", "light", "tilts", "many"), 0),
     }, results
     return Runs(folder=folder)

@@ -13,6 +13,7 @@ from typing import Any
 from samestep.checkpoint.storage import Storage
 from samestep.exact.order import Order
 from samestep.incidents.record import Incident, list_incidents
+from samestep.names import IncidentKind
 
 HERE = Path(__file__).resolve().parent
 SHARDS, BATCH_SIZE, STEP = 2, 8, 6
@@ -79,6 +80,7 @@ class Runs:
         return Storage.at(str(self.folder / "runs" / name))
 
     def incident(self, name: str) -> Incident:
-        """Its only incident."""
-        (found,) = list_incidents(self.at(name))
-        return found
+        """Its incident; that of the loss where the gradient has one too."""
+        found = list_incidents(self.at(name))
+        (chosen,) = [each for each in found if each.kind is not IncidentKind.GRAD_SPIKE]
+        return chosen

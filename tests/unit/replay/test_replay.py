@@ -14,6 +14,7 @@ from samestep.incidents.record import Incident, write
 from samestep.names import IncidentKind
 
 BAD = sample_at(STEP, 1)
+ENDED = ["poisoned", "large", "raises", "explodes", "loud"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         text.replace("value = error.mean()", "value = error.median()")
     )
     code = ["--code", str(runs.folder)]
-    ids = {name: runs.incident(name).id for name in ("poisoned", "large", "raises", "explodes")}
+    ids = {name: runs.incident(name).id for name in ENDED}
 
     def of(name: str, *options: str) -> list[str]:
         return ["replay", str(runs.folder / "runs" / name), *options]
@@ -62,14 +63,20 @@ def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "behind": of("calm", "--at", "2", "--from", "4", *code),
         "beyond": of("calm", "--at", "9", *code),
         "both": of("calm", *code),
-        "bisect": ["bisect", *(str(runs.folder / "runs" / n) for n in ("calm", "tilts")), *code],
+        "bisect": ["bisect", *(of(name)[1] for name in ("calm", "tilts")), *code],
+        "from before": of("loud", ids["loud"], "--from", "4", "--deep", "--json", *code),
+        "bisect update": [
+            "bisect",
+            *(str(runs.folder / "runs" / n) for n in ("calm", "light")),
+            *code,
+        ],
         "bisect same": ["bisect", *[str(runs.folder / "runs" / "calm")] * 2, *code],
     }
     results = fresh(folder, *commands.values())
     return dict(zip(commands, results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["poisoned", "large", "raises", "explodes"])
+@pytest.mark.parametrize("name", ENDED)
 def test_what_ended_a_run_is_reproduced_bit_for_bit(
     replayed: dict[str, Result], runs: Runs, name: str
 ) -> None:
@@ -78,7 +85,9 @@ def test_what_ended_a_run_is_reproduced_bit_for_bit(
     assert found.data["verdict"] == "reproduced"
     assert found.data["step"] == runs.incident(name).step
     assert found.data["numerics"] == []
-    if name == "raises":
+    if name == "loud":
+        assert found.data["record"]["loss"]["v"] > 1e5
+    elif name == "raises":
         assert found.data["raised"].startswith("ValueError at ")
         assert found.data["raised"].endswith(" in loss")
     else:
@@ -107,6 +116,19 @@ def test_the_sample_that_raises_is_named(replayed: dict[str, Result]) -> None:
     assert [item["shard"] for item in deep["raised"]] == [1]
     assert [sample["id"] for sample in deep["samples"]] == [BAD]
     assert "ValueError" in deep["samples"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("loud", "the other shards"), ("from before", "the steps before")]
+)
+def test_a_label_that_stands_out_is_named_with_its_sample(
+    replayed: dict[str, Result], name: str, others: str
+) -> None:
+    assert replayed[name].status == 0
+    deep = replayed[name].data["deep"]
+    assert (deep["first"]["name"], deep["first"]["shard"]) == ("batch.y", 1)
+    assert f"times as large as in {others}" in deep["first"]["why"]
+    assert [sample["id"] for sample in deep["samples"]] == [BAD]
 
 
 def test_an_exploding_learning_rate_is_not_put_to_a_sample(replayed: dict[str, Result]) -> None:
@@ -244,6 +266,16 @@ def test_bisect_finds_step_shard_and_tensor(replayed: dict[str, Result]) -> None
     assert "run a taken again gives what its ledger says" in lines
     assert "run b taken again gives what its ledger says" in lines
     assert "  args: {} against {'tilts': " in found.out
+
+
+def test_bisect_finds_the_update_that_differed_before_a_value_did(
+    replayed: dict[str, Result],
+) -> None:
+    found = replayed["bisect update"]
+    assert found.status == 11
+    told = "the values of step 1 are the same, but not what its update made of them"
+    assert told in found.out.splitlines()
+    assert "first tensor that differs: model/first.weight (state after the step): " in found.out
 
 
 def test_bisect_of_a_run_with_itself_finds_nothing(replayed: dict[str, Result]) -> None:

@@ -27,8 +27,8 @@ class Planted(nn.Module):
 
 
 class Points(Dataset[Item]):
-    def __init__(self, poisoned: int | None, large: int | None) -> None:
-        self.poisoned, self.large = poisoned, large
+    def __init__(self, poisoned: int | None, large: int | None, loud: int | None) -> None:
+        self.poisoned, self.large, self.loud = poisoned, large, loud
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -40,6 +40,8 @@ class Points(Dataset[Item]):
             x[2] = torch.nan
         if index == self.large:
             x = x * 1e5
+        if index == self.loud:
+            y = y + 1e3
         return {"index": torch.tensor(index), "x": x + 0.01 * torch.rand(()), "y": y}
 
 
@@ -55,12 +57,14 @@ class Wobbly(Workload):
         kills: int | None = None,
         hangs: int | None = None,
         tilts: int | None = None,
+        loud: int | None = None,
+        momentum: float = 0.9,
         lr: float = 0.05,
         many: bool = False,
     ) -> None:
         self.poisoned, self.large, self.raises = poisoned, large, raises
         self.kills, self.hangs, self.tilts = kills, hangs, tilts
-        self.lr = lr
+        self.loud, self.momentum, self.lr = loud, momentum, lr
         self.many = (
             torch.rand(400_000, generator=torch.Generator().manual_seed(1)) if many else None
         )
@@ -75,7 +79,7 @@ class Wobbly(Workload):
         return model
 
     def data(self) -> Dataset[Item]:
-        return Points(self.poisoned, self.large)
+        return Points(self.poisoned, self.large, self.loud)
 
     def loss(self, model: nn.Module, batch: Item) -> Loss:
         here = set(batch["index"].tolist())
@@ -94,7 +98,7 @@ class Wobbly(Workload):
         return Loss(value=value, metrics={"error": error.detach()})
 
     def optimizer(self, model: nn.Module) -> SGD:
-        return SGD(model.parameters(), lr=self.lr, momentum=0.9)
+        return SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
 
     def scheduler(self, optimizer: SGD) -> StepLR:
         return StepLR(optimizer, step_size=3, gamma=0.5)
