@@ -119,11 +119,11 @@ def _timeline(found: Replayed, source: Source) -> str:
         for event in happened
         if event.step in window and event.event not in _QUIET
     ]
-    ordered = dict(sorted(records.items()))
-    charts = [
-        line_chart("loss", {step: r.loss for step, r in ordered.items()}, marks),
-        line_chart("gradient norm", {step: r.grad_norm for step, r in ordered.items()}, marks),
-    ]
+    charts = []
+    for title, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        values: dict[int, float | None] = {found.step: None}
+        values |= {step: getattr(record, name) for step, record in records.items()}
+        charts.append(line_chart(title, dict(sorted(values.items())), marks))
     told = [[str(mark.step), mark.text] for mark in marks if not mark.is_step]
     return _section(
         "The run around it",
@@ -147,6 +147,7 @@ def _values(found: Replayed) -> str:
         [str(item.step), name, *(_value(r, name) for r in (item.recorded, item.found))]
         for item in found.steps[-3:]
         for name in ("loss", "grad_norm", "skipped")
+        if item.recorded is not None or item.found is not None
     ]
     rows += [
         [str(item.step), "differs", line, ""]

@@ -51,15 +51,17 @@ def headline(found: Replayed) -> str:
         if found.raised is not None:
             return f"not reproduced: step {found.steps[-1].step} raised {found.raised}"
         return f"not reproduced: step {step} went through"
+    exactly = "bit for bit"
     if found.raised is not None:
         what = f"step {step} raises {found.raised}, as in the run"
+        exactly = "" if found.num_compared == 0 else f"{exactly} up to there"
     else:
         at_step = found.at_step
         values = [] if at_step is None else _values(at_step)
         what = f"step {step} ({', '.join(values)})"
     if found.verdict is Verdict.WITHIN_TOLERANCE:
         return f"reproduced within {found.tolerance:g}, under other numerics: {what}"
-    return f"reproduced bit for bit: {what}"
+    return f"reproduced{' ' if exactly else ''}{exactly}: {what}"
 
 
 def _what_was_taken(found: Replayed) -> str:
