@@ -195,6 +195,7 @@ def _replay(source: Source, place: Place, asked: _Asked, target: Target, late: l
                 place,
                 num_after=asked.num_after,
                 before_step=_debug if asked.breaks else lambda taker: None,
+                on_step=lambda step: _show_step(step, source.step, asked),
             )
         except bdb.BdbQuit:
             Console(stderr=True).print("left in the debugger, before the step was through")
@@ -259,6 +260,14 @@ def _arguments(given: Mapping[str, Any]) -> list[str]:
     return made + [
         option for name, option in (("deep", "--deep"), ("as_json", "--json")) if given[name]
     ]
+
+
+def _show_step(step: int, last_step: int, asked: _Asked) -> None:
+    """On a terminal: how far it is, where there are many steps before the one that is meant."""
+    if sys.stderr.isatty() and not asked.breaks and step < last_step:
+        print(f"\rstep {step} of {last_step}", end="", file=sys.stderr, flush=True)
+    elif sys.stderr.isatty() and step == last_step:
+        print("\r", end="", file=sys.stderr, flush=True)
 
 
 def _debug(taker: Taker) -> None:

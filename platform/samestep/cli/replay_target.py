@@ -70,7 +70,10 @@ class Target:
                 yield BundleSource(folder)
         elif self.bundle is not None:
             source = BundleSource(self.bundle)
-            yield Altered(source, more_records=self._records_behind(source))
+            if self.run is None:
+                yield source
+            else:  # the run's own job has the secrets that a bundle leaves out
+                yield Altered(source, spec=self.spec, more_records=self._records_behind(source))
         else:
             assert self.run is not None
             incident = read(self.run, self.incident_id) if self.incident_id is not None else None
@@ -79,7 +82,8 @@ class Target:
     def _records_behind(self, source: BundleSource) -> Mapping[int, StepRecord]:
         """The run's records of the steps behind a bundle's, where it went on from there."""
         went_back = source.incident.seen.get("policy") == ROLLBACK
-        return {} if self.run is None or went_back else steps(self.run, self.step + 1)
+        assert self.run is not None
+        return {} if went_back else steps(self.run, self.step + 1)
 
 
 def find_target(

@@ -185,7 +185,7 @@ class Taker:
         self._begun = True
 
     def state(self) -> State:
-        """A copy of the present state, on its device; what `start` may be made of."""
+        """A copy of the present state, on the CPU: what another taker may start from."""
         extras = {
             "nominal_weight": self.engine.nominal_weight,
             "dataset_size": self._dataset_size,
@@ -193,7 +193,9 @@ class Taker:
             **self._appraisal.state,
         }
         live = collect(self.parts, step=self.step, extras=extras)
-        tensors = {name: tensor.detach().clone() for name, tensor in live.tensors.items()}
+        tensors = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in live.tensors.items()
+        }
         return State(step=live.step, tensors=tensors, values=deepcopy(live.values))
 
     def take(self, on_reduced: Callable[[Reduced], None] | None = None) -> Taken:

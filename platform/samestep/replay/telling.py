@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from samestep.incidents.record import Incident
+from samestep.names import IncidentKind
 from samestep.replay.summary import plain
 from samestep.replay.verdict import STATUS, Compared, Replayed, Verdict
 from samestep.replay.what_if import Effect, WhatIf
@@ -16,7 +18,7 @@ def describe(found: Replayed) -> list[str]:
     first = found.first_difference
     if first is not None and found.verdict is Verdict.WITHIN_TOLERANCE:
         lines.append(f"first difference in bits at step {first[0]}: {first[1]}")
-    lines += found.notes
+    lines += [*found.notes, *_where_they_stood(found.incident)]
     if found.numerics:
         lines += [
             "the numerics differ, in the run against here:",
@@ -33,6 +35,21 @@ def describe(found: Replayed) -> list[str]:
             "finds the first tensor, where two runs are there)"
         )
     return lines
+
+
+def _where_they_stood(incident: Incident | None) -> list[str]:
+    """Where the workers were when a run stood still."""
+    workers = incident.seen.get("workers") if incident is not None else None
+    if incident is None or incident.kind is not IncidentKind.HANG:
+        return []
+    told = workers if isinstance(workers, Mapping) else {}
+    lines = [
+        f"in the run, worker {rank} stood in {worker.get('place')}"
+        for rank, worker in sorted(told.items())
+        if isinstance(worker, Mapping)
+    ]
+    silent = incident.seen.get("silent") or []
+    return lines + [f"in the run, worker {rank} said nothing" for rank in silent]
 
 
 def headline(found: Replayed) -> str:

@@ -136,6 +136,7 @@ def replay(
     *,
     num_after: int = 0,
     before_step: BeforeStep = lambda taker: None,
+    on_step: Callable[[int], None] = lambda step: None,
 ) -> Replayed:
     """Takes the steps from the source's state through its step, and compares each.
 
@@ -144,6 +145,7 @@ def replay(
         source: what to compare with.
         num_after: steps to go on with behind it.
         before_step: called when all is ready for the step.
+        on_step: told of each step before it is taken.
 
     Raises:
         CannotReplayError: something is missing.
@@ -158,6 +160,7 @@ def replay(
     known = _Known(source)
     while raised is None and taker.step <= source.step + num_after:
         step = taker.step
+        on_step(step)
         try:
             if step == source.step:
                 taker.begin_step()
@@ -204,10 +207,12 @@ def take_again(
     *,
     num_after: int = 0,
     before_step: BeforeStep = lambda taker: None,
+    on_step: Callable[[int], None] = lambda step: None,
 ) -> tuple[Replayed, Taker]:
     """`replay` with a new taker, which is given back for a closer look; close it."""
     taker = Taker(source, spec=source.spec, place=place, last_step=source.step + num_after)
-    return replay(taker, source, num_after=num_after, before_step=before_step), taker
+    found = replay(taker, source, num_after=num_after, before_step=before_step, on_step=on_step)
+    return found, taker
 
 
 def _unless_left(error: SamestepError) -> None:

@@ -31,6 +31,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             "incidents.least": 4,
             "incidents.window": 8,
         },
+        "secret": {
+            "args.large": bad,
+            "args.token": "hush-hush",
+            "incidents.bundle.secret_args": "[token]",
+        },
         "skips": {"args.poisoned": bad, "incidents.non_finite": "skip"},
         "calm": {},
         "light": {"args.momentum": 0.5, "max_steps": 4},
@@ -44,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     results = fresh(folder, *commands)
     ended = {name: result.status for name, result in zip(jobs, results, strict=True)}
     assert ended == {
-        **dict.fromkeys(("poisoned", "large", "raises", "explodes", "loud"), 1),
+        **dict.fromkeys(("poisoned", "large", "raises", "explodes", "loud", "secret"), 1),
         **dict.fromkeys(("skips", "calm", "light", "tilts", "many"), 0),
     }, results
     return Runs(folder=folder)

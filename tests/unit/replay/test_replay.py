@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from planted_runs import HERE, STEP, Result, Runs, fresh, sample_at
 
+from samestep.incidents.bundle_folder import folder_of
 from samestep.incidents.record import Incident, write
 from samestep.names import IncidentKind
 
@@ -39,6 +40,7 @@ def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         text.replace("return Points(", "raise FileNotFoundError(2, 'no data', '/gone')\n        ("),
         encoding="utf-8",
     )
+    secret = str(folder_of(runs.at("secret"), runs.incident("secret").id).local_path)
     commands = {
         "missing": of("calm", "--at", "5"),
         **{name: of(name, ids[name], "--json", "--deep", *code) for name in ids},
@@ -48,6 +50,11 @@ def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "behind a bundle": ["replay", "one.zip", "--steps", "1", "--code", str(nowhere)],
         "no data": of("large", ids["large"], "--from", "4", "--code", str(nowhere)),
         "from a checkpoint": of("poisoned", ids["poisoned"], "--from", "4", "--json", *code),
+        "secret lacking": ["replay", secret, *code],
+        "secret given": ["replay", secret, "--set", "args.token=other", *code],
+        "secret in the run": of("secret", runs.incident("secret").id, *code),
+        "no such option": of("calm", "--at", "7", "--what-if", "optimizer.rate=1", *code),
+        "a bundle is one step": ["replay", "one.zip", "--at", "7", *code],
         "any": of("calm", "--at", "7", "--json", *code),
         "from": of("calm", "--at", "7", "--from", "4", "--json", *code),
         "all": of("calm", "--at", "0", "--steps", "8", "--json", *code),
@@ -166,6 +173,19 @@ def test_an_incident_is_reproduced_from_a_checkpoint_by_what_it_saw(
     assert found.data["record"]["loss"]["hex"] == "nan"
 
 
+def test_a_secret_that_is_not_in_the_bundle_has_to_be_given(replayed: dict[str, Result]) -> None:
+    assert replayed["secret lacking"].status == 12
+    assert "give them with --set args.token=VALUE" in replayed["secret lacking"].err
+    assert replayed["secret in the run"].status == 0
+
+
+def test_a_method_that_needs_what_data_leaves_behind_gets_it_where_the_data_is(
+    replayed: dict[str, Result],
+) -> None:
+    assert replayed["secret given"].status == 0, replayed["secret given"].err
+    assert "reproduced bit for bit: step 6" in replayed["secret given"].out
+
+
 @pytest.mark.parametrize("name", ["behind a bundle", "no data"])
 def test_steps_whose_data_is_not_here_can_not_be_replayed(
     replayed: dict[str, Result], name: str
@@ -244,6 +264,8 @@ def test_what_if_shows_the_step_under_both_jobs(replayed: dict[str, Result]) -> 
         ("cut", "shards can't be changed for a step that was taken"),
         ("behind", "the checkpoint after 4 steps lies behind step 2"),
         ("beyond", "has no step 9: its ledger holds 9 steps"),
+        ("no such option", "optimizer.rate: SGD has no such option; it has: lr, momentum, "),
+        ("a bundle is one step", "one.zip is a bundle, which holds one step and one state"),
         ("both", "give the id of an incident, or --at STEP; incidents of"),
     ],
 )

@@ -59,11 +59,13 @@ class Wobbly(Workload):
         tilts: int | None = None,
         loud: int | None = None,
         momentum: float = 0.9,
+        token: str = "",
         lr: float = 0.05,
         many: bool = False,
     ) -> None:
         self.poisoned, self.large, self.raises = poisoned, large, raises
         self.kills, self.hangs, self.tilts = kills, hangs, tilts
+        self.token, self.count = token, 0
         self.loud, self.momentum, self.lr = loud, momentum, lr
         self.many = (
             torch.rand(400_000, generator=torch.Generator().manual_seed(1)) if many else None
@@ -79,6 +81,7 @@ class Wobbly(Workload):
         return model
 
     def data(self) -> Dataset[Item]:
+        self.count = NUM_SAMPLES
         return Points(self.poisoned, self.large, self.loud)
 
     def loss(self, model: nn.Module, batch: Item) -> Loss:
@@ -98,7 +101,10 @@ class Wobbly(Workload):
         return Loss(value=value, metrics={"error": error.detach()})
 
     def optimizer(self, model: nn.Module) -> SGD:
-        return SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+        lr = self.lr
+        if self.token:  # then the optimizer needs what data() leaves behind
+            lr = self.lr * NUM_SAMPLES / self.count
+        return SGD(model.parameters(), lr=lr, momentum=self.momentum)
 
     def scheduler(self, optimizer: SGD) -> StepLR:
         return StepLR(optimizer, step_size=3, gamma=0.5)
