@@ -55,9 +55,10 @@ def page_of(found: Replayed, source: Source, deep: Deep | None, *, target: str) 
         f'<p class="lead">{escape(_paragraph(found, source))}</p>',
         _timeline(found, source),
         _section("Verdict", _lines(describe(found)) + _values(found)),
-        _section("Where it comes from", _deep(deep)) if deep is not None else "",
+        _section("Where it comes from", _findings(deep)) if deep is not None else "",
         _section("Samples", _samples(deep)) if deep is not None else "",
         _section("Stacks", _stacks(found)),
+        _section("Tensors", _traces(deep)) if deep is not None else "",
         _section("Environment", _environment(found, source)),
         _section("Again", _again(target)),
     ]
@@ -166,7 +167,7 @@ def _value(record: StepRecord | None, name: str) -> str:
     return "-" if value is None else f"{value:.9g}"
 
 
-def _deep(deep: Deep) -> str:
+def _findings(deep: Deep) -> str:
     lines = []
     if deep.first is not None:
         lines.append(f"First: {deep.first}.")
@@ -176,7 +177,11 @@ def _deep(deep: Deep) -> str:
             lines.append(f"Shard {trace.shard} raises {trace.raised}{inside}.")
     if not lines:
         lines.append("Every value is finite, and none stands out.")
-    parts = [_lines([*lines, *deep.notes])]
+    return _lines([*lines, *deep.notes])
+
+
+def _traces(deep: Deep) -> str:
+    parts = []
     for trace in deep.traces:
         is_first = deep.first is not None and deep.first.shard == trace.shard
         parts.append(
