@@ -6,7 +6,6 @@ out again, by what its ledger says; the detectors do not decide a second time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from samestep.checkpoint.state import Parts, State, collect, restore
 from samestep.engine.appraisal import Appraisal
 from samestep.engine.buffers import BufferKeeper
 from samestep.engine.canary import nominal_weight
-from samestep.engine.exchange import Traffic
 from samestep.engine.hooks import Hooks
+from samestep.engine.passing import pass_over
 from samestep.engine.peers import Peers
 from samestep.engine.recording import step_record, values_of
 from samestep.engine.setup import before_step
@@ -213,7 +212,7 @@ class Taker:
         plans = self.plans(step)
         passed_over = self._is_passed_over(step)
         reduced = (
-            _nothing(spec.shards)
+            pass_over(Peers(None), shards=spec.shards, flag=0, delivered=0)
             if passed_over
             else self.engine.compute(step, plans, self._bench.take, 0)
         )
@@ -338,20 +337,6 @@ class Taker:
         plan = self.plans(0)[0]
         [(_, result)] = self.engine.probe(plan, self._bench.take)
         return nominal_weight(None, result, self.engine.nominal_weight)
-
-
-def _nothing(shards: int) -> Reduced:
-    """What a step comes to whose shards are all absent."""
-    return Reduced(
-        loss=math.nan,
-        shard_losses=[None] * shards,
-        shard_weights=[0.0] * shards,
-        metrics={},
-        flag=0,
-        delivered=0,
-        parameters=[],
-        traffic=Traffic(),
-    )
 
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             "incidents.bundle.secret_args": "[token]",
         },
         "skips": {"args.poisoned": bad, "incidents.non_finite": "skip"},
+        "back": {
+            "args.poisoned": bad,
+            "incidents.non_finite": "rollback",
+            "incidents.rollback_steps": 2,
+        },
         "calm": {},
         "light": {"args.momentum": 0.5, "max_steps": 4},
         "tilts": {"args.tilts": bad},
@@ -50,6 +55,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ended = {name: result.status for name, result in zip(jobs, results, strict=True)}
     assert ended == {
         **dict.fromkeys(("poisoned", "large", "raises", "explodes", "loud", "secret"), 1),
-        **dict.fromkeys(("skips", "calm", "light", "tilts", "many"), 0),
+        **dict.fromkeys(("skips", "back", "calm", "light", "tilts", "many"), 0),
     }, results
     return Runs(folder=folder)

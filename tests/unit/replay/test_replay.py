@@ -55,6 +55,9 @@ def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "secret in the run": of("secret", runs.incident("secret").id, *code),
         "no such option": of("calm", "--at", "7", "--what-if", "optimizer.rate=1", *code),
         "a bundle is one step": ["replay", "one.zip", "--at", "7", *code],
+        "back": of("back", runs.incident("back").id, "--json", *code),
+        "back from": of("back", runs.incident("back").id, "--from", "4", "--json", *code),
+        "back all": of("back", "--at", "0", "--steps", "8", "--json", *code),
         "any": of("calm", "--at", "7", "--json", *code),
         "from": of("calm", "--at", "7", "--from", "4", "--json", *code),
         "all": of("calm", "--at", "0", "--steps", "8", "--json", *code),
@@ -151,6 +154,19 @@ def test_a_step_that_was_left_out_is_left_out_again_and_the_steps_behind_it_are_
     assert found.status == 0, found.out
     assert found.data["record"]["skipped"] is True
     assert (found.data["first_step"], found.data["steps"], found.data["compared"]) == (6, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "first_step", "compared"), [("back", 6, 1), ("back from", 4, 3), ("back all", 0, 9)]
+)
+def test_steps_before_and_after_a_rollback_are_reproduced(
+    replayed: dict[str, Result], name: str, first_step: int, compared: int
+) -> None:
+    found = replayed[name]
+    assert found.status == 0, found.out
+    assert (found.data["first_step"], found.data["compared"]) == (first_step, compared)
+    if name != "back all":
+        assert found.data["record"]["loss"]["hex"] == "nan"
 
 
 def test_a_packed_bundle_is_replayed_and_looked_into_without_the_data(
