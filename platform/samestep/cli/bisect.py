@@ -58,7 +58,8 @@ def bisect(
     from samestep.cli.devices import device_of
     from samestep.exact.seeds import global_generators_kept
     from samestep.replay.bench import Place
-    from samestep.replay.bisect import bisect_runs, describe_bisected
+    from samestep.replay.bisect import bisect_runs
+    from samestep.replay.bisect_told import describe_bisected
     from samestep.replay.summary import plain
 
     where = device_of(device, spec.resources.gpu)
