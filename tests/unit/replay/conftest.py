@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from planted_runs import BAD, ENDED, HERE, JOB, PAGE, Result, Runs, fresh
 
-from samestep.incidents.bundle_folder import folder_of
+from samestep.incidents.bundle import folder_of
 
 
 @pytest.fixture(scope="session")
