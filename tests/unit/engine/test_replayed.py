@@ -12,7 +12,7 @@ from typing import Any
 from attempts import Run, Train
 from pool import spec_of
 
-from samestep.incidents.bundle_folder import folder_of, has_bundle
+from samestep.incidents.bundle import folder_of, has_bundle
 from samestep.incidents.record import list_incidents
 
 Results = Callable[..., list[Any]]

@@ -84,3 +84,11 @@ class Runs:
         found = list_incidents(self.at(name))
         (chosen,) = [each for each in found if each.kind is not IncidentKind.GRAD_SPIKE]
         return chosen
+
+
+BAD = sample_at(STEP, 1)
+"""The sample that brings it."""
+ENDED = ["poisoned", "large", "raises", "explodes", "loud"]
+"""Runs that one incident ended."""
+PAGE = "page.html"
+"""The report of the first of them, in the folder of the runs."""

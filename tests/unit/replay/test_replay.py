@@ -8,82 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from planted_runs import HERE, STEP, Result, Runs, fresh, sample_at
+from planted_runs import BAD, ENDED, Result, Runs, fresh
 
-from samestep.incidents.bundle_folder import folder_of
 from samestep.incidents.record import Incident, write
 from samestep.names import IncidentKind
-
-BAD = sample_at(STEP, 1)
-ENDED = ["poisoned", "large", "raises", "explodes", "loud"]
-
-
-@pytest.fixture(scope="module")
-def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """What `samestep replay` says of each, all by one fresh process elsewhere."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    changed = folder / "changed"
-    changed.mkdir()
-    text = (HERE / "wobbly.py").read_text(encoding="utf-8")
-    (changed / "wobbly.py").write_text(
-        text.replace("value = error.mean()", "value = error.median()")
-    )
-    code = ["--code", str(runs.folder)]
-    ids = {name: runs.incident(name).id for name in ENDED}
-
-    def of(name: str, *options: str) -> list[str]:
-        return ["replay", str(runs.folder / "runs" / name), *options]
-
-    nowhere = folder / "nowhere"
-    nowhere.mkdir()
-    (nowhere / "wobbly.py").write_text(
-        text.replace("return Points(", "raise FileNotFoundError(2, 'no data', '/gone')\n        ("),
-        encoding="utf-8",
-    )
-    secret = str(folder_of(runs.at("secret"), runs.incident("secret").id).local_path)
-    commands = {
-        "missing": of("calm", "--at", "5"),
-        **{name: of(name, ids[name], "--json", "--deep", *code) for name in ids},
-        "skips": of("skips", runs.incident("skips").id, "--json", "--steps", "2", *code),
-        "pack": ["pack", of("large")[1], ids["large"], "--out", "one.zip"],
-        "packed": ["replay", "one.zip", "--deep", "--json", "--code", str(nowhere)],
-        "behind a bundle": ["replay", "one.zip", "--steps", "1", "--code", str(nowhere)],
-        "no data": of("large", ids["large"], "--from", "4", "--code", str(nowhere)),
-        "from a checkpoint": of("poisoned", ids["poisoned"], "--from", "4", "--json", *code),
-        "secret lacking": ["replay", secret, *code],
-        "secret given": ["replay", secret, "--set", "args.token=other", *code],
-        "secret in the run": of("secret", runs.incident("secret").id, *code),
-        "no such option": of("calm", "--at", "7", "--what-if", "optimizer.rate=1", *code),
-        "a bundle is one step": ["replay", "one.zip", "--at", "7", *code],
-        "back": of("back", runs.incident("back").id, "--json", *code),
-        "back from": of("back", runs.incident("back").id, "--from", "4", "--json", *code),
-        "back all": of("back", "--at", "0", "--steps", "8", "--json", *code),
-        "any": of("calm", "--at", "7", "--json", *code),
-        "from": of("calm", "--at", "7", "--from", "4", "--json", *code),
-        "all": of("calm", "--at", "0", "--steps", "8", "--json", *code),
-        "told": of("poisoned", ids["poisoned"], *code),
-        "threads": of("many", "--at", "1", "--threads", "2", *code),
-        "changed": of("calm", "--at", "5", "--code", str(changed)),
-        "changed raises": of(
-            "calm", "--at", "5", "--set", f"args.raises={BAD}", "--steps", "3", *code
-        ),
-        "what if": of("explodes", ids["explodes"], "--what-if", "args.lr=0.05", "--json", *code),
-        "what if optimizer": of("calm", "--at", "7", "--what-if", "optimizer.lr=1.0", *code),
-        "cut": of("calm", "--at", "7", "--what-if", "shards=4", *code),
-        "behind": of("calm", "--at", "2", "--from", "4", *code),
-        "beyond": of("calm", "--at", "9", *code),
-        "both": of("calm", *code),
-        "bisect": ["bisect", *(of(name)[1] for name in ("calm", "tilts")), *code],
-        "from before": of("loud", ids["loud"], "--from", "4", "--deep", "--json", *code),
-        "bisect update": [
-            "bisect",
-            *(str(runs.folder / "runs" / n) for n in ("calm", "light")),
-            *code,
-        ],
-        "bisect same": ["bisect", *[str(runs.folder / "runs" / "calm")] * 2, *code],
-    }
-    results = fresh(folder, *commands.values())
-    return dict(zip(commands, results, strict=True))
 
 
 @pytest.mark.parametrize("name", ENDED)

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from planted_runs import STEP, Result, Runs, fresh, sample_at
+from planted_runs import BAD, PAGE, STEP, Result, Runs
 
 from samestep.replay.report_chart import Mark, line_chart, pixels
 
@@ -43,13 +43,9 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.fixture(scope="module")
-def reported(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    folder = tmp_path_factory.mktemp("reported")
-    run, incident = str(runs.folder / "runs" / "poisoned"), runs.incident("poisoned").id
-    given = ["--report", "page.html", "--code", str(runs.folder)]
-    [result] = fresh(folder, ["replay", run, incident, *given])
-    return result, folder / "page.html"
+@pytest.fixture
+def reported(runs: Runs, replayed: dict[str, Result]) -> tuple[Result, Path]:
+    return replayed["report"], runs.folder / PAGE
 
 
 def test_the_report_tells_verdict_finding_sample_and_command(
@@ -58,12 +54,12 @@ def test_the_report_tells_verdict_finding_sample_and_command(
     result, path = reported
     assert result.status == 0, result.err
     page = Page(path.read_text(encoding="utf-8"))
-    bad, incident = sample_at(STEP, 1), runs.incident("poisoned").id
+    incident = runs.incident("poisoned").id
     for text in (
         f"non finite at step {STEP}",
         "reproduced bit for bit",
         "First: the input of batch.x in shard 1: 1 of 24 values are not finite.",
-        f"Sample {bad} (shard 1, place 0)",
+        f"Sample {BAD} (shard 1, place 0)",
         f"samestep replay {runs.folder}/runs/poisoned {incident}",
         "The numerics are those of the run.",
     ):
