@@ -16,8 +16,7 @@ from samestep.engine.feed import Fetcher
 from samestep.engine.rereading import Rereading
 from samestep.engine.survivor import HELD_KEY, Rest, Stage
 from samestep.exact.order import Order
-from samestep.incidents.bundle import StateSource
-from samestep.incidents.bundle_folder import folder_of
+from samestep.incidents.bundle import StateSource, folder_of
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec, dump_spec, parse_spec
