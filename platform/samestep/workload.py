@@ -187,6 +187,14 @@ class Workload:
         """Makes one batch of a list of samples; the default is torch's `default_collate`."""
         return default_collate(samples)
 
+    def show(self, batch: Any, index: int) -> Tensor | str | None:
+        """One sample of a batch for people to look at, in the report of an incident.
+
+        A picture (a 2-dim tensor, any range of values), a text, or None: numbers only. Called in
+        replays alone (`samestep replay --report`), never in training.
+        """
+        return None
+
     def before_step(self, model: nn.Module, step: int) -> None:
         """Called on every worker before step `step` (counted from 0).
 

@@ -249,6 +249,10 @@ class CharGPT(Workload):
         right = logits.argmax(dim=2) == batch["target"]
         return {"loss": loss.mean(dim=1), "accuracy": right.float().mean(dim=1)}
 
+    def show(self, batch: Item, index: int) -> str:
+        """The text, for the report of an incident."""
+        return bytes(batch["input"][index].tolist()).decode("latin-1")
+
 
 def check_text(text: bytes, sha256: str | None) -> None:
     """Refuses a text other than the expected one; prints the hash where none is expected."""

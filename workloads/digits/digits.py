@@ -163,6 +163,10 @@ class Digits(Workload):
             "loss": F.cross_entropy(logits, batch["label"], reduction="none"),
         }
 
+    def show(self, batch: Item, index: int) -> Tensor:
+        """The image, for the report of an incident."""
+        return batch["image"][index, 0]
+
 
 def correct(logits: Tensor, label: Tensor) -> Tensor:
     """1.0 for each sample that is classified right, else 0.0: float32 [n]."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -73,15 +75,20 @@ def remove(run_uri: str) -> None:
 def free_bytes(run_uri: str) -> int:
     """Room for a run's images: what is free, and what the run holds already."""
     found = os.statvfs(base_folder())
-    held = sum(item.stat().st_blocks * 512 for item in _files(folder_of(run_uri)))
+    held = sum(about.st_blocks * 512 for about in _files(folder_of(run_uri)))
     return found.f_bavail * found.f_frsize + held
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[os.stat_result]:
+    """What is known of each file; another worker may take some away at the same time."""
+    found = []
     try:
-        return [item for item in folder.iterdir() if item.is_file()]
+        for item in folder.iterdir():
+            with suppress(FileNotFoundError):
+                found.append(item.stat())
     except OSError:
         return []
+    return [about for about in found if stat.S_ISREG(about.st_mode)]
 
 
 def _sweep(own: Path) -> None:
@@ -91,6 +98,6 @@ def _sweep(own: Path) -> None:
             about = folder.stat()
         except OSError:
             continue
-        times = [about.st_mtime, *(item.stat().st_mtime for item in _files(folder))]
+        times = [about.st_mtime, *(inner.st_mtime for inner in _files(folder))]
         if folder != own and about.st_uid == os.getuid() and time.time() - max(times) > STALE_S:
             shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -118,20 +119,30 @@ def train_command(uri: str, spec: JobSpec, name: str, folders: list[Path]) -> st
     from samestep.cluster.launch import run_uri
 
     found = _job_file(spec, folders)
-    if found is None:
-        file, there, prefix = Path(uri) / SPEC_FILE, spec, f"cd {shlex.quote(str(folders[0]))} && "
+    if found is None and "://" in uri:
+        file, there, prefix = "JOB.yaml", spec, ""
+    elif found is None:  # its own file tells all, but not where the workload is
+        file, there, prefix = f"{uri}/{SPEC_FILE}", spec, f"cd {shlex.quote(str(folders[0]))} && "
     else:
-        (file, there), prefix = found, ""
-    words = [program("samestep"), "train", _short(file), "--name", name]
-    paths = [line.partition(":")[0] for line in differing_fields(there, spec)]
-    paths += [
-        path for path in ("epochs", "max_steps") if field_at(there, path) != field_at(spec, path)
-    ]
-    for path in paths:
-        words += ["--set", f"{path}={json.dumps(field_at(spec, path))}"]
+        file, there, prefix = _short(found[0]), found[1], ""
+    words = [program("samestep"), "train", file, "--name", name]
+    for path, value in _settings(there, spec):
+        words += ["--set", f"{path}={json.dumps(value)}"]
     if prefix or run_uri(there, name) != uri:
         words += ["--set", f"storage={uri.rpartition('/')[0]}"]
     return prefix + shlex.join(words)
+
+
+def _settings(there: JobSpec, spec: JobSpec) -> Iterator[tuple[str, object]]:
+    """What to set so that a job file gives a job, as far as what it computes goes."""
+    paths = [line.partition(":")[0] for line in differing_fields(there, spec)]
+    for path in [*paths, "epochs", "max_steps"]:
+        value, before = field_at(spec, path), field_at(there, path)
+        if isinstance(value, dict) and before.keys() <= value.keys():
+            changed = ((key, value[key]) for key in value if before.get(key) != value[key])
+            yield from ((f"{path}.{key}", inner) for key, inner in changed)
+        elif value != before:
+            yield path, value
 
 
 def _job_file(spec: JobSpec, folders: list[Path]) -> tuple[Path, JobSpec] | None:

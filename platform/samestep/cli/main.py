@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 COMMANDS: Final = (
     *("init", "check", "train", "evaluate", "drill"),
     *("runs", "show", "watch", "logs", "ui", "incidents", "checkpoints", "compare", "digest"),
-    *("samples", "pack", "export", "fork", "rm"),
+    *("replay", "bisect", "samples", "pack", "export", "fork", "rm"),
 )
 
 

@@ -10,7 +10,7 @@ from samestep.engine.step import Reduced
 
 
 def pass_over(peers: Peers, *, shards: int, flag: int, delivered: int) -> Reduced:
-    """What such a step comes to: every shard is absent.
+    """What such a step comes to, once all workers are at it.
 
     Args:
         peers: the workers, which stay in step and learn of each other's flags.
@@ -19,13 +19,18 @@ def pass_over(peers: Peers, *, shards: int, flag: int, delivered: int) -> Reduce
         delivered: records of the attempt that worker 0 knows to be in the ledger.
     """
     told = peers.gather([flag, delivered])()
+    return absent(shards, flag=max(int(each[0]) for each in told), delivered=int(told[0][1]))
+
+
+def absent(shards: int, *, flag: int = 0, delivered: int = 0) -> Reduced:
+    """A step of so many shards, none of which is there: there is nothing to update by."""
     return Reduced(
         loss=math.nan,
         shard_losses=[None] * shards,
         shard_weights=[0.0] * shards,
         metrics={},
-        flag=max(int(each[0]) for each in told),
-        delivered=int(told[0][1]),
+        flag=flag,
+        delivered=delivered,
         parameters=[],
         traffic=Traffic(),
     )

@@ -64,6 +64,22 @@ class Built:
     put_to_training: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Acting:
+    """What acts on the state of a run, ready to restore a state into.
+
+    Attributes:
+        schedule: of the learning rate, with what it is stepped by.
+        evaluation: None where there is none, or where it was not asked for.
+        put_to_training: modules that `model()` returned in eval mode.
+    """
+
+    parts: Parts
+    schedule: Schedule | None
+    evaluation: Evaluation | None
+    put_to_training: tuple[str, ...]
+
+
 def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
     """Calls the workload's methods and checks what they return.
 
@@ -72,20 +88,9 @@ def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
         WorkloadError: one of them returned something unusable.
         NotExactError: the model or the optimizer can't keep the bits.
     """
-
-    def made(number: int, method: str, function: Callable[[], T]) -> T:
-        seed_everything(spec.seed, Purpose.INIT, number, device=device)
-        return in_user_code(function, f"{type(workload).__name__}.{method}")
-
-    model = made(0, "model()", workload.model)
-    _require(model, nn.Module, "model()")
-    # Whatever mode it comes in (pretrained ones come in eval mode), as every replica must be.
-    model = compiled.unwrap(model)
-    _refuse_lazy(model)
-    model = model.to(device)
-    in_eval_mode = tuple(name for name, module in model.named_modules() if not module.training)
-    model.train()
-    dataset = made(1, "data()", workload.data)
+    making = _Making(spec, workload, device)
+    model, in_eval_mode = making.model()
+    dataset = making.call(1, "data()", workload.data)
     dataset_size = require_map_style(dataset, "data()")
     custom_order = type(workload).order is not Workload.order
     make_order = partial(
@@ -98,39 +103,85 @@ def build(spec: JobSpec, workload: Workload, device: torch.device) -> Built:
         epoch_order=_told_order(workload) if custom_order else None,
     )
     order = make_order()
-    _refuse_nothing_to_train(model)
-    optimizer = made(2, "optimizer()", lambda: workload.optimizer(model))
-    _require(optimizer, Optimizer, "optimizer()")
-    refuse_inexact(model, optimizer)
-    compiled.refuse_dynamic(model)
-    scheduler = made(3, "scheduler()", lambda: workload.scheduler(optimizer))
-    evaluation_data = made(4, "evaluation_data()", workload.evaluation_data)
-    schedule = checked_schedule(spec, scheduler, has_evaluation=evaluation_data is not None)
-    ema = start_averages(model) if spec.ema.decay is not None else None
-    evaluation = None
-    if evaluation_data is not None:
-        evaluation = Evaluation(spec, workload, evaluation_data, ema=ema)
-    else:
-        require_metrics(spec, schedule, None)
+    acting = making.acting(model, in_eval_mode, evaluates=True)
     return Built(
         workload=workload,
-        parts=Parts(
-            model=model,
-            optimizer=optimizer,
-            scheduler=schedule.scheduler if schedule is not None else None,
-            scaler=make_scaler(spec, device),
-            ema=ema,
-        ),
+        parts=acting.parts,
         dataset=dataset,
         dataset_size=dataset_size,
         custom_order=custom_order,
         order=order,
         feed_order=make_order(),
-        evaluation=evaluation,
-        schedule=schedule,
+        evaluation=acting.evaluation,
+        schedule=acting.schedule,
         end_step=spec.max_steps or (spec.epochs or 0) * order.steps_per_epoch,
-        put_to_training=in_eval_mode,
+        put_to_training=acting.put_to_training,
     )
+
+
+def build_acting(spec: JobSpec, workload: Workload, device: torch.device) -> Acting:
+    """As `build`, where no data is at hand: neither data() nor evaluation_data() is called.
+
+    The random streams are the same, so what is made is too.
+
+    Raises:
+        UserCodeError: a method raised (as one may that needs what data() leaves behind).
+        WorkloadError: one of them returned something unusable.
+        NotExactError: the model or the optimizer can't keep the bits.
+    """
+    making = _Making(spec, workload, device)
+    return making.acting(*making.model(), evaluates=False)
+
+
+class _Making:
+    """Makes the parts one after another, each under a random stream of its own."""
+
+    def __init__(self, spec: JobSpec, workload: Workload, device: torch.device) -> None:
+        self._spec, self._workload, self._device = spec, workload, device
+
+    def call(self, number: int, method: str, function: Callable[[], T]) -> T:
+        seed_everything(self._spec.seed, Purpose.INIT, number, device=self._device)
+        return in_user_code(function, f"{type(self._workload).__name__}.{method}")
+
+    def model(self) -> tuple[nn.Module, tuple[str, ...]]:
+        """The model, and the names of its modules that came in eval mode."""
+        model = self.call(0, "model()", self._workload.model)
+        _require(model, nn.Module, "model()")
+        # Whatever mode it comes in (pretrained ones come in eval mode), as every replica must be.
+        model = compiled.unwrap(model)
+        _refuse_lazy(model)
+        model = model.to(self._device)
+        in_eval_mode = tuple(name for name, module in model.named_modules() if not module.training)
+        model.train()
+        return model, in_eval_mode
+
+    def acting(self, model: nn.Module, in_eval_mode: tuple[str, ...], *, evaluates: bool) -> Acting:
+        spec, workload = self._spec, self._workload
+        _refuse_nothing_to_train(model)
+        optimizer = self.call(2, "optimizer()", lambda: workload.optimizer(model))
+        _require(optimizer, Optimizer, "optimizer()")
+        refuse_inexact(model, optimizer)
+        compiled.refuse_dynamic(model)
+        scheduler = self.call(3, "scheduler()", lambda: workload.scheduler(optimizer))
+        data = self.call(4, "evaluation_data()", workload.evaluation_data) if evaluates else None
+        has_evaluation = data is not None or not evaluates
+        schedule = checked_schedule(spec, scheduler, has_evaluation=has_evaluation)
+        ema = start_averages(model) if spec.ema.decay is not None else None
+        evaluation = None
+        if data is not None:
+            evaluation = Evaluation(spec, workload, data, ema=ema)
+        elif evaluates:
+            require_metrics(spec, schedule, None)
+        parts = Parts(
+            model=model,
+            optimizer=optimizer,
+            scheduler=schedule.scheduler if schedule is not None else None,
+            scaler=make_scaler(spec, self._device),
+            ema=ema,
+        )
+        return Acting(
+            parts=parts, schedule=schedule, evaluation=evaluation, put_to_training=in_eval_mode
+        )
 
 
 def make_replicas(

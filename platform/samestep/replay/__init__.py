@@ -1,1 +1,1 @@
-"""Looking back at what a run did. Rule: reads run directories, never writes into them."""
+"""Looking back at what a run did. Rule: of a run it writes no more than an incident's report."""

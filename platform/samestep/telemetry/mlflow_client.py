@@ -36,7 +36,6 @@ MAX_METRICS: Final = 1000
 MAX_PARAMS: Final = 100
 MAX_DATASET_NAME: Final = 500
 CONTEXT_TAG: Final = "mlflow.data.context"
-REGISTER_S: Final = 30
 ENDED: Final = ("FINISHED", "FAILED", "KILLED")
 
 _loading = threading.Lock()
@@ -222,7 +221,7 @@ class MlflowRun:
                 source,
                 run_id=self.run_id,
                 model_id=model_id,
-                await_creation_for=REGISTER_S,
+                await_creation_for=0,
             )
             self._client.set_registered_model_alias(name, alias, version.version)
         except Exception as error:
@@ -314,6 +313,7 @@ def load_mlflow() -> Any:
             if before is None:
                 os.environ.pop(Env.MLFLOW_DISABLE_TELEMETRY, None)
         variables.MLFLOW_DISABLE_TELEMETRY.default = True
+        variables.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.default = True
         variables.MLFLOW_HTTP_REQUEST_TIMEOUT.default = TIMEOUT_S
         variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.default = MAX_RETRIES
         for name in ("mlflow.store.db", "alembic", "urllib3.connectionpool"):

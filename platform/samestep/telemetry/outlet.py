@@ -170,7 +170,7 @@ class Outlet:
     def _work(self) -> None:
         _let_others_go_first()
         backoff_s = self._first_backoff_s
-        pause_s = 0.0
+        pause_s, is_steady = 0.0, False  # to connect is dear, and no measure of what follows
         while self._wait(pause_s):
             started_s = time.thread_time()
             try:
@@ -178,13 +178,13 @@ class Outlet:
             except StartOver:
                 self._spool.seek(START)
             except Exception as error:  # whatever a sink raises, it fails alone
-                pause_s = backoff_s
+                pause_s, is_steady = backoff_s, False
                 backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
                 self._note_failure(error)
             else:
-                cost_s = time.thread_time() - started_s
+                cost_s = time.thread_time() - started_s if is_steady else 0.0
                 pause_s = max(self.sink.interval_s, min(cost_s / MAX_SHARE, MAX_PAUSE_S))
-                backoff_s = self._first_backoff_s
+                backoff_s, is_steady = self._first_backoff_s, True
                 self._note_success()
         try:
             self.sink.close()

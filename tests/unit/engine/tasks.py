@@ -110,6 +110,29 @@ def attempt(
         }
 
 
+class Stumbling:
+    """A recorder that this worker fails over once, when it tells that the run goes back.
+
+    Args:
+        target: the recorder.
+        when: before or after the recorder has it; empty: never.
+    """
+
+    def __init__(self, target: Target, when: str) -> None:
+        self.target, self.when = target, when
+
+    def call(self, method: str, *args: Any) -> Any:
+        when = self.when if method == "roll_back" else ""
+        if when:
+            self.when = ""
+        if when == "before":
+            raise ValueError("failed before the recorder had it")
+        answer = self.target.call(method, *args)
+        if when == "after":
+            raise ValueError("failed after the recorder had it")
+        return answer
+
+
 def broken_attempts(
     spec: dict[str, Any],
     run: str,
@@ -117,6 +140,7 @@ def broken_attempts(
     where: str,
     world_rank: int,
     world_size: int,
+    stumbles: str = "",
 ) -> dict[str, Any]:
     """Attempts of a run in one group after another, as a supervisor would start them.
 
@@ -127,12 +151,14 @@ def broken_attempts(
         where: a path of the task's own.
         world_rank: of this worker.
         world_size: of the group.
+        stumbles: see `Stumbling`.
     """
     parsed = parse_spec(spec)
     failed = []
     groups = itertools.count()
     survivor.forget()
-    with target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as target:
+    with target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as recorder:
+        target = Stumbling(recorder, stumbles)
         planned = False
         while not planned and len(failed) <= len(lost):
             group = f"{where}.{next(groups)}"

@@ -106,6 +106,21 @@ def test_it_is_the_same_when_a_worker_fails_around_a_rollback(
     assert max(info.step for info in list_checkpoints(run.storage)) == NUM_STEPS
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_it_is_the_same_when_whoever_tells_of_it_fails_meanwhile(
+    results: Results, tmp_path: Path, straight: Run, when: str
+) -> None:
+    job = spec(checkpoint={"every_steps": 3, "snapshot_every": 1})
+    folder = tmp_path / "run"
+    given = {"spec": job, "run": str(folder), "lost": [None], "stumbles": when}
+    answers = results("broken_attempts", 3, **given)
+    run = Run(folder, answers)
+    assert [len(answer["failed"]) for answer in answers] == [1] * 3
+    assert f"failed {when} the recorder had it" in answers[0]["failed"][0][1]
+    assert run.digest == straight.digest
+    assert ways_back(run) == ways_back(straight)
+
+
 def test_only_so_many_times(train: Train) -> None:
     run = train(spec(incidents={"max_rollbacks": 1}), "run", world_size=2)
     assert len(ways_back(run)) == 1

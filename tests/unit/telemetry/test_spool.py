@@ -88,5 +88,32 @@ def test_damage_in_the_middle_is_told_with_its_place(run: Storage, make_step: Ma
         Spool(run).read(9)
 
 
+def test_an_hour_at_ten_steps_a_second_waits_in_under_100_mb_and_is_read_in_parts(
+    run: Storage, make_step: MakeStep
+) -> None:
+    values = [1 / (3 + number) for number in range(8)]
+    names = ("step", "data_wait", "exchange_wait", *(f"part{number}" for number in range(8)))
+    long = {
+        "loss": values[0],
+        "shard_losses": values,
+        "shard_weights": values,
+        "grad_norm": values[1],
+        "lr": values[:2],
+        "metrics": {"accuracy": values[2], "perplexity": values[3]},
+        "timing": {f"{name}_s": values[4] for name in names},
+        "attempt": 12,
+        "time": 1796005719.727123,
+    }
+    num_steps = 360
+    LedgerWriter(run).append([make_step(s, **long).to_json() for s in range(num_steps)])
+    assert run.size_bytes("ledger") * 36_000 / num_steps < 100e6
+    spool, found = Spool(run, chunk_bytes=2**14), []
+    while lines := spool.read(100):
+        assert len(lines) <= 100
+        found += steps_of(lines)
+        spool.seek(lines[-1].position)
+    assert found == list(range(num_steps))
+
+
 def test_positions_are_ordered_as_the_lines_are() -> None:
     assert START < Position(segment=1, offset_bytes=90) < Position(segment=2)

@@ -1,0 +1,145 @@
+"""A replay in a process of its own, for steps that may end their process or never end at all.
+
+The process writes down where it is; this one watches, asks for its stacks when it stands still, and
+ends it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from samestep.errors import CannotReplayError
+from samestep.faults.progress import Phase, Position, Progress
+from samestep.names import Env
+
+START_S: Final = 600.0
+"""How long it may take until the first step is begun."""
+STACKS_S: Final = 10.0
+_POLL_S: Final = 0.2
+_STACKS: Final = ".stacks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the process ended.
+
+    Attributes:
+        status: its exit status; None where it was killed or stood still.
+        signal: name of the signal that killed it; empty otherwise.
+        position: the last one that it wrote down; None where it took no step.
+        stacks: of its threads, where it stood still.
+    """
+
+    status: int | None
+    signal: str = ""
+    position: Position | None = None
+    stacks: str = ""
+
+
+class NotedProgress(Progress):
+    """Progress that another process can see.
+
+    Args:
+        path: a file; beside it the stacks are written when SIGUSR1 asks for them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._notes = path.open("w", encoding="ascii")
+        self._stacks = path.with_suffix(_STACKS).open("w", encoding="utf-8")
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+
+    def at(self, phase: Phase, *, step: int, shard: int = -1) -> None:
+        """Marks a new position, and writes it down."""
+        super().at(phase, step=step, shard=shard)
+        self._notes.write(f"{step} {phase} {shard}\n")
+        self._notes.flush()
+
+
+def progress_here() -> Progress:
+    """That of this process: noted where another one watches it."""
+    path = os.environ.get(Env.SAMESTEP_REPLAY_NOTES)
+    return NotedProgress(Path(path)) if path else Progress()
+
+
+def is_apart() -> bool:
+    """Whether another process watches this one."""
+    return Env.SAMESTEP_REPLAY_NOTES in os.environ
+
+
+def run_apart(arguments: Sequence[str], *, still_s: float) -> Ended:
+    """Runs a command of samestep in a process of its own, and watches it.
+
+    Args:
+        arguments: of the command line.
+        still_s: seconds without progress after which it counts as standing still.
+
+    Raises:
+        CannotReplayError: it does not come to its first step.
+    """
+    with tempfile.TemporaryDirectory(prefix="samestep-replay-") as folder:
+        notes = Path(folder, "notes")
+        environment: Mapping[str, str] = {**os.environ, Env.SAMESTEP_REPLAY_NOTES: str(notes)}
+        # -P: what lies in the working directory must not shadow anything.
+        command = [sys.executable, "-P", "-m", "samestep", *arguments]
+        process = subprocess.Popen(command, env=environment)
+        try:
+            return _watch(process, notes, still_s)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _watch(process: subprocess.Popen[bytes], notes: Path, still_s: float) -> Ended:
+    seen, since = "", time.monotonic()
+    while True:
+        try:
+            status = process.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        text = notes.read_text(encoding="ascii") if notes.exists() else ""
+        if status is not None:
+            killed = signal.Signals(-status).name if status < 0 else ""
+            return Ended(status=None if killed else status, signal=killed, position=_position(text))
+        if text != seen:
+            seen, since = text, time.monotonic()
+        waited_s = time.monotonic() - since
+        if not seen and waited_s > START_S:
+            raise CannotReplayError(
+                f"the replay did not come to its first step within {START_S:.0f} s: the workload "
+                "takes too long to build, or stands still before it"
+            )
+        if seen and waited_s > still_s:
+            return Ended(status=None, position=_position(seen), stacks=_stacks(process, notes))
+
+
+def _stacks(process: subprocess.Popen[bytes], notes: Path) -> str:
+    process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + STACKS_S
+    text = before = ""
+    while time.monotonic() < deadline:
+        before, text = text, notes.with_suffix(_STACKS).read_text(encoding="utf-8")
+        if text and text == before:  # it is through with writing
+            break
+        time.sleep(_POLL_S)
+    return text
+
+
+def _position(text: str) -> Position | None:
+    lines = [line.split() for line in text.splitlines()]
+    whole = [line for line in lines if len(line) == 3]
+    if not whole:
+        return None
+    step, phase, shard = whole[-1]
+    return Position(step=int(step), phase=Phase(phase), shard=int(shard))

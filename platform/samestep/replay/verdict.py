@@ -1,0 +1,343 @@
+"""A step taken again, and what its values, or what it raised, say against what was recorded."""
+
+from __future__ import annotations
+
+import math
+from bdb import BdbQuit
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from samestep.checkpoint.state import State
+from samestep.errors import CannotReplayError, ExitStatus, SamestepError
+from samestep.exact import numerics
+from samestep.incidents.record import Incident
+from samestep.names import IncidentKind
+from samestep.replay.apart import Ended
+from samestep.replay.bench import Place
+from samestep.replay.raised import Raised
+from samestep.replay.source import Source
+from samestep.replay.surroundings import surroundings
+from samestep.replay.taking import Taken, Taker
+from samestep.telemetry.records import TOLERANCE, StepRecord, same_values
+
+OUTSIDE: Final = (
+    IncidentKind.CRASH,
+    IncidentKind.HANG,
+    IncidentKind.OUT_OF_MEMORY,
+    IncidentKind.STRAGGLER,
+)
+"""Kinds whose cause may lie outside of what a step computes: it need not come again."""
+
+
+class Verdict(StrEnum):
+    """What a replay found."""
+
+    REPRODUCED = "reproduced"
+    WITHIN_TOLERANCE = "within_tolerance"
+    NOT_REPRODUCED = "not_reproduced"
+
+
+STATUS: Final = {
+    Verdict.REPRODUCED: ExitStatus.DONE,
+    Verdict.WITHIN_TOLERANCE: ExitStatus.EQUAL_WITHIN_TOLERANCE,
+    Verdict.NOT_REPRODUCED: ExitStatus.DIFFERENT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One step, against what was recorded of it.
+
+    Attributes:
+        step: its number.
+        found: what it came to now; None where it raised.
+        recorded: what it came to then; None where that is not known.
+        grad_norm: now, also where the record does not tell it.
+        differences: lines `quantity: then against now`, bit for bit.
+        apart: those of them that are beyond the tolerance; the same without one.
+    """
+
+    step: int
+    found: StepRecord | None
+    recorded: StepRecord | None
+    grad_norm: float | None = None
+    differences: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What came of a replay.
+
+    Attributes:
+        verdict: over all steps that were compared.
+        step: the step that was to be taken again.
+        first_step: the first one that was taken.
+        steps: all that were taken, in order.
+        incident: at the step; None where it is any step.
+        raised: by the step now.
+        raised_then: by the step in the run, as the incident tells.
+        numerics: how the binding numerics differ from those of the run.
+        tolerance: what values were held to where they do; else None.
+        surroundings: how code and packages differ, as far as that is known; compared by nobody.
+        notes: what else there is to know.
+        ended: how the process that took the step ended or stood still; empty where it did neither.
+        stacks: of its threads, where it stood still.
+        before: the state right before the step; None where it was not reached.
+    """
+
+    verdict: Verdict
+    step: int
+    first_step: int
+    steps: tuple[Compared, ...]
+    incident: Incident | None
+    raised: Raised | None = None
+    raised_then: Raised | None = None
+    numerics: tuple[str, ...] = ()
+    tolerance: float | None = None
+    surroundings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ended: str = ""
+    stacks: str = ""
+    before: State | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_compared(self) -> int:
+        """Steps of which something was known to compare with."""
+        return sum(item.recorded is not None for item in self.steps)
+
+    @property
+    def at_step(self) -> Compared | None:
+        """The step itself; None where a step before it raised."""
+        return next((item for item in self.steps if item.step == self.step), None)
+
+    @property
+    def first_difference(self) -> tuple[int, str] | None:
+        """(step, quantity with both values) of the first difference in bits; None: there is none.
+
+        Where something is beyond the tolerance, the first of that.
+        """
+        for which in ("apart", "differences"):
+            for item in self.steps:
+                lines: Sequence[str] = getattr(item, which)
+                if lines:
+                    return item.step, lines[0]
+        return None
+
+
+BeforeStep = Callable[[Taker], None]
+
+
+def replay(
+    taker: Taker,
+    source: Source,
+    *,
+    num_after: int = 0,
+    before_step: BeforeStep = lambda taker: None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> Replayed:
+    """Takes the steps from the source's state through its step, and compares each.
+
+    Args:
+        taker: made of the source, at its state.
+        source: what to compare with.
+        num_after: steps to go on with behind it.
+        before_step: called when all is ready for the step.
+        on_step: told of each step before it is taken.
+
+    Raises:
+        CannotReplayError: something is missing.
+    """
+    differing = numerics.differences(source.numerics, taker.fingerprint)
+    if taker.spec.reduction == "fast":
+        differing.append("reduction: 'fast' against 'exact'")
+    tolerance = TOLERANCE[taker.spec.precision] if differing else None
+    first_step, compared = taker.step, list[Compared]()
+    raised: Raised | None = None
+    before: State | None = None
+    known = _Known(source)
+    while raised is None and taker.step <= source.step + num_after:
+        step = taker.step
+        on_step(step)
+        try:
+            if step == source.step:
+                taker.begin_step()
+                before = taker.state()
+                before_step(taker)
+            taken = taker.take()
+        except CannotReplayError:
+            raise
+        except SamestepError as error:
+            _unless_left(error)
+            raised = Raised.of(error)
+            compared.append(Compared(step=step, found=None, recorded=known.of(step, None)))
+            break
+        compared.append(_compared(taken, known.of(step, taken.record), tolerance))
+        try:
+            taker.settle(taken.values, with_hooks=step == source.step and _may_raise(source))
+        except CannotReplayError:
+            raise
+        except SamestepError as error:
+            _unless_left(error)
+            raised = Raised.of(error)
+    incident = source.incident
+    then = _raised_then(incident)
+    verdict, notes = _verdict(source, compared, raised, then)
+    return Replayed(
+        verdict=verdict,
+        step=source.step,
+        first_step=first_step,
+        steps=tuple(compared),
+        incident=incident,
+        raised=raised,
+        raised_then=then,
+        numerics=tuple(differing),
+        tolerance=tolerance,
+        surroundings=tuple(surroundings(source.provenance, taker.workload.folder)),
+        notes=tuple(notes),
+        before=before,
+    )
+
+
+def take_again(
+    source: Source,
+    place: Place,
+    *,
+    num_after: int = 0,
+    before_step: BeforeStep = lambda taker: None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> tuple[Replayed, Taker]:
+    """`replay` with a new taker, which is given back for a closer look; close it."""
+    taker = Taker(source, spec=source.spec, place=place, last_step=source.step + num_after)
+    found = replay(taker, source, num_after=num_after, before_step=before_step, on_step=on_step)
+    return found, taker
+
+
+def _unless_left(error: SamestepError) -> None:
+    """A debugger that was left within the workload's code raises through it."""
+    if isinstance(error.__cause__, BdbQuit):
+        raise error.__cause__
+
+
+def judge_ended(incident: Incident, ended: Ended) -> Replayed:
+    """The verdict on a step that took its process with it, or stands still."""
+    kind = IncidentKind.CRASH if ended.signal else IncidentKind.HANG
+    where = ended.position if ended.position is not None else "its start"
+    step = ended.position.step if ended.position is not None else -1
+    told = f"the process was ended by {ended.signal} in" if ended.signal else "it stands still in"
+    again = kind is incident.kind and step == incident.step
+    return Replayed(
+        verdict=Verdict.REPRODUCED if again else Verdict.NOT_REPRODUCED,
+        step=incident.step,
+        first_step=max(step, 0),
+        steps=(),
+        incident=incident,
+        ended=f"{told} {where}",
+        stacks=ended.stacks,
+        notes=() if again else (f"the run met {incident.kind} at step {incident.step}",),
+    )
+
+
+class _Known:
+    """What is known of the steps: records, and what the incident saw where there is none."""
+
+    def __init__(self, source: Source) -> None:
+        self._records = source.records()
+        incident = source.incident
+        self._step = incident.step if incident is not None else -1
+        seen = incident.seen if incident is not None else {}
+        numbers = {name: _number(seen.get(name)) for name in ("loss", "grad_norm")}
+        self._seen = {name: value for name, value in numbers.items() if value is not None}
+
+    def of(self, step: int, now: StepRecord | None) -> StepRecord | None:
+        """The record of a step; what an incident did not see of it is as it is now."""
+        if step in self._records:
+            return self._records[step]
+        if step != self._step or not self._seen or now is None:
+            return None
+        seen: dict[str, float | None] = dict(self._seen)
+        if now.skipped and math.isnan(seen.get("grad_norm") or 0.0):
+            seen["grad_norm"] = None  # as a record tells that of a step without an update
+        return StepRecord(**{**vars(now), **seen})
+
+
+def _number(value: Any) -> float | None:
+    """A value as an incident's `seen` has it: a number, or its text where JSON has none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _compared(taken: Taken, known: StepRecord | None, tolerance: float | None) -> Compared:
+    record, norm = taken.record, taken.grad_norm
+    if known is None:
+        return Compared(step=record.step, found=record, recorded=None, grad_norm=norm)
+    differences = tuple(same_values(known, record))
+    apart = differences
+    if tolerance is not None:
+        apart = tuple(same_values(known, record, tolerance=tolerance))
+    return Compared(
+        step=record.step,
+        found=record,
+        recorded=known,
+        grad_norm=norm,
+        differences=differences,
+        apart=apart,
+    )
+
+
+def _may_raise(source: Source) -> bool:
+    """An exception of the incident's kind may have come from a hook or an evaluation."""
+    incident = source.incident
+    return incident is not None and incident.kind in (
+        IncidentKind.EXCEPTION,
+        IncidentKind.OUT_OF_MEMORY,
+    )
+
+
+def _raised_then(incident: Incident | None) -> Raised | None:
+    if incident is None or incident.kind not in (
+        IncidentKind.EXCEPTION,
+        IncidentKind.OUT_OF_MEMORY,
+        IncidentKind.BAD_BATCH,
+    ):
+        return None
+    return Raised.in_incident(incident)
+
+
+def _verdict(
+    source: Source,
+    compared: Sequence[Compared],
+    raised: Raised | None,
+    then: Raised | None,
+) -> tuple[Verdict, list[str]]:
+    notes: list[str] = []
+    values = Verdict.REPRODUCED
+    if any(item.apart for item in compared):
+        values = Verdict.NOT_REPRODUCED
+    elif any(item.differences for item in compared):
+        values = Verdict.WITHIN_TOLERANCE
+    incident = source.incident
+    if raised is not None:
+        if then is not None and raised.same_as(then) and compared[-1].step == source.step:
+            return values, notes
+        notes.append(f"the step raised {raised}; in the run " + (str(then) if then else "nothing"))
+        return Verdict.NOT_REPRODUCED, notes
+    is_known = any(item.recorded is not None for item in compared)
+    if then is not None:
+        told = f"the run raised {then}; now the step went through"
+        notes.append(told + (", with the values of the ledger" if is_known else ""))
+        if incident is None or incident.kind not in OUTSIDE:
+            return Verdict.NOT_REPRODUCED, notes
+    elif incident is not None and incident.kind in OUTSIDE:
+        notes.append(
+            f"the {incident.kind.replace('_', ' ')} did not come again: it lies outside of what "
+            "the step computes (machine, memory, exchange between workers), or hangs on them"
+        )
+    if not is_known:
+        notes.append("nothing is recorded of these steps to compare with")
+        return Verdict.NOT_REPRODUCED, notes
+    return values, notes
