@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from samestep.checkpoint.storage import Storage
 from samestep.cli.display import Display
 from samestep.cli.errors import handles_errors, tell_error
 from samestep.cluster.launch import Outcome
@@ -89,6 +90,7 @@ def train(
 
 def _summary(outcome: Outcome, seconds: float) -> None:
     console = Console(highlight=False)
+    replayable = _replayable(outcome.run) if outcome.status == "failed" else None
     outcome = replace(outcome, run=_relative(outcome.run))
     is_stop = outcome.status in ("interrupted", "budget_exhausted")
     good = "bold yellow" if is_stop else "bold green"
@@ -124,12 +126,24 @@ def _summary(outcome: Outcome, seconds: float) -> None:
         console.print("The same command again resumes, under other --workers or --mode too.")
     samestep = program("samestep")
     console.print(f"Look next: {samestep} show {outcome.run}", soft_wrap=True)
+    if replayable is not None:
+        console.print(f"           {samestep} replay {outcome.run} {replayable}", soft_wrap=True)
     if outcome.status == "done":
         console.print(
             f"           {samestep} digest {outcome.run}\n"
             f"           {samestep} compare {outcome.run} ANOTHER_RUN",
             soft_wrap=True,
         )
+
+
+def _replayable(run: str) -> str | None:
+    """The last incident that can be taken again from what was kept of it."""
+    from samestep.incidents.bundle import folder_of, has_bundle
+    from samestep.incidents.record import list_incidents
+
+    place = Storage.at(run)
+    kept = [one.id for one in list_incidents(place) if has_bundle(folder_of(place, one.id))]
+    return kept[-1] if kept else None
 
 
 def _relative(run: str) -> str:

@@ -82,6 +82,9 @@ class Base(Workload):
 class Large(Base):
     """A state of 13 MB, most of it in two tensors: large enough for a writer process."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"lr": 1e-4, **kwargs})  # a larger one makes so wide a net diverge
+
     def net(self) -> nn.Module:
         return nn.Sequential(
             nn.Linear(6, 1600), nn.Tanh(), nn.Linear(1600, 1000), nn.Linear(1000, 1)
