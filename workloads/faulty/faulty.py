@@ -1,6 +1,7 @@
 r"""A tiny model that fails on request, for drills: how does a run take a fault at step N?
 
-Each of `crash_at`, `raise_at`, `hang_at`, `nan_at` and `grow_at` is a step, or a list of steps.
+Each of `crash_at`, `raise_at`, `hang_at`, `nan_at`, `grow_at` and `flip_at` is a step, or a list of
+steps.
 Exactly one worker is hit: the one whose shards hold the sample at `position` of the step's batch.
 
     samestep train workloads/faulty/job.yaml --name calm
@@ -65,6 +66,8 @@ class Faulty(Workload):
             part of what the step computes: it comes again whenever the step is taken again.
         grow_at: the process takes `grow_bytes` more memory at this and every later step, up to
             `grow_limit_bytes` in all, and never gives it back while it lives.
+        flip_at: the gradient is one bit off, once, as on a machine that computes wrongly. Needs a
+            marker, or it would be off wherever the shard is computed, and no audit could tell.
         grow_bytes: see `grow_at`.
         grow_limit_bytes: see `grow_at`.
         position: place, in the step's batch, of the sample that brings the fault: 0 hits the
@@ -92,6 +95,7 @@ class Faulty(Workload):
         hang_at: Steps = None,
         nan_at: Steps = None,
         grow_at: Steps = None,
+        flip_at: Steps = None,
         grow_bytes: int = 16 * 2**20,
         grow_limit_bytes: int = 256 * 2**20,
         position: int = 0,
@@ -110,9 +114,12 @@ class Faulty(Workload):
                 f"marker must be an absolute path, since workers run in folders of their own; "
                 f"got {marker!r}"
             )
+        if flip_at is not None and marker is None:
+            raise ValueError("flip_at needs a marker: a folder in which it notes that it struck")
         self.faults = {
             "grow": as_steps("grow_at", grow_at),
             "nan": as_steps("nan_at", nan_at),
+            "flip": as_steps("flip_at", flip_at),
             "raise": as_steps("raise_at", raise_at),
             "hang": as_steps("hang_at", hang_at),
             "crash": as_steps("crash_at", crash_at),
@@ -168,15 +175,19 @@ class Faulty(Workload):
 
     def loss(self, model: nn.Module, batch: Item) -> Loss:
         """Squared error, the mean over the shard's samples; or a fault."""
-        x = batch["x"]
+        x, flips = batch["x"], False
         victim = self.victim
         if victim is not None and bool((batch["index"] == victim).any()):
             for fault in self.due():
                 if fault == "nan":
                     x = torch.where(batch["index"].unsqueeze(1) == victim, math.nan, x)
                 elif self.first_time(fault):
+                    flips = fault == "flip"
                     self.strike(fault)
-        error = (model(x) - batch["y"]).square().squeeze(1)
+        out = model(x)
+        if flips and out.requires_grad:
+            out.register_hook(flipped)
+        error = (out - batch["y"]).square().squeeze(1)
         return Loss(value=error.mean(), metrics={"squared_error": error.detach()})
 
     def optimizer(self, model: nn.Module) -> AdamW:
@@ -215,7 +226,7 @@ class Faulty(Workload):
         return True
 
     def strike(self, fault: str) -> None:
-        """Does what the fault is about; returns from `grow` only."""
+        """Does what the fault is about; returns from `grow` and `flip` only."""
         print(f"faulty: {fault} at step {self.step}, pid {os.getpid()}", flush=True)
         if fault == "grow":
             self.growing = True
@@ -224,7 +235,7 @@ class Faulty(Workload):
             raise RuntimeError(f"faulty raises at step {self.step}, as args.raise_at says")
         elif fault == "hang":
             threading.Event().wait()
-        else:
+        elif fault == "crash":
             os.kill(os.getpid(), signal.SIGKILL)
 
     def grow(self) -> None:
@@ -232,6 +243,13 @@ class Faulty(Workload):
         left = self.grow_limit_bytes - sum(map(len, self.taken))
         if left > 0:
             self.taken.append(b"\1" * min(self.grow_bytes, left))
+
+
+def flipped(gradient: Tensor) -> Tensor:
+    """The gradient with the lowest bit of its first value turned over."""
+    wrong = gradient.clone()
+    wrong.view(torch.int32).flatten()[0] ^= 1
+    return wrong
 
 
 def permutation(num_samples: int, epoch: int) -> Tensor:

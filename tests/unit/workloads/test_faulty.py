@@ -130,6 +130,24 @@ def test_nan_spoils_loss_and_gradients_of_one_shard_each_time(load: Load, tmp_pa
     assert not math.isnan(shard_loss(faulty, step=2, shard=0).value.item())
 
 
+def test_a_flipped_bit_is_in_the_gradient_once_and_nowhere_else(load: Load, tmp_path: Path) -> None:
+    _, faulty = load("faulty", flip_at=1, dropout=0.0, marker=str(tmp_path))
+    model = faulty.model()
+
+    def gradients() -> tuple[float, list[torch.Tensor]]:
+        model.zero_grad()
+        loss = shard_loss(faulty, step=1, shard=0, model=model).value
+        loss.backward()
+        return loss.item(), [p.grad.clone() for p in model.parameters()]
+
+    (loss, wrong), (same_loss, right) = gradients(), gradients()
+    assert loss == same_loss
+    differing = [not torch.equal(a, b) for a, b in zip(wrong, right, strict=True)]
+    assert any(differing)
+    assert all(torch.allclose(a, b) for a, b in zip(wrong, right, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients()[1], right, strict=True))
+
+
 def test_memory_grows_by_the_step_up_to_the_limit_and_in_one_worker_only(load: Load) -> None:
     limits = {"grow_bytes": 1000, "grow_limit_bytes": 2500}
     workers = [load("faulty", grow_at=1, **limits)[1] for _ in range(2)]
@@ -172,6 +190,7 @@ def test_items_are_functions_of_the_index(load: Load) -> None:
         ({"position": 16}, r"position must be in 0\.\.15, got 16"),
         ({"crash_at": -1}, "crash_at takes a step"),
         ({"hang_at": ["2"]}, "hang_at takes a step"),
+        ({"flip_at": 3}, "flip_at needs a marker"),
         ({"marker": "runs/marker"}, "marker must be an absolute path"),
     ],
 )
