@@ -40,6 +40,7 @@ QUIET = {
     "SamestepRunStalled": "steps come all the time",
     "SamestepTooFewWorkers": "one worker is enough for it",
     "SamestepRestartStorm": "two restarts only",
+    "SamestepBudgetNearlyUsed": "a hundred hours are far",
     "SamestepCheckpointTooOld": "a checkpoint every ten steps",
     "SamestepLossNotFinite": "the loss is finite",
     "SamestepStraggler": "both workers run on this machine",
