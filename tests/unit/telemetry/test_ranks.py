@@ -1,29 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
+from reported import REPORT, Clock
 
 from samestep.telemetry.ranks import WINDOW_S, Ranks, Straggler
-from samestep.telemetry.reports import WorkerReport
-
-REPORT = WorkerReport(
-    attempt=1,
-    world_rank=0,
-    num_steps=10,
-    num_samples=40,
-    own_s=2.0,
-    host_bytes=100,
-    host_limit_bytes=1000,
-)
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -1,33 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from reported import REPORT, Clock
 
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec_incidents import Incidents
-from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.slowness import Slowness
-
-REPORT = WorkerReport(
-    attempt=1,
-    world_rank=0,
-    num_steps=10,
-    num_samples=40,
-    own_s=2.0,
-    host_bytes=100,
-    host_limit_bytes=1000,
-)
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Group:
