@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import torch
-
 from samestep.checkpoint.reading import load_checkpoint
 from samestep.checkpoint.state import restore
 from samestep.checkpoint.storage import Storage
 from samestep.engine.peers import Peers
 from samestep.engine.setup import build
-from samestep.errors import InputError, WorkloadError
+from samestep.errors import WorkloadError
 from samestep.exact import numerics
 from samestep.exact.seeds import global_generators_kept
 from samestep.names import Event
-from samestep.spec import JobSpec
+from samestep.replay.device import device_of
 from samestep.telemetry.identity import read_spec
 from samestep.telemetry.ledger import events
 from samestep.telemetry.records import TOLERANCE, differing_metrics
 from samestep.workload import load_workload
+
+ADVICE = "evaluate on a machine with one"
 
 
 class Agreement(StrEnum):
@@ -82,7 +82,7 @@ def evaluate_checkpoint(run: Storage, step: int, *, search: Sequence[Path]) -> E
         UserCodeError: the workload raised.
     """
     spec = read_spec(run)
-    device = _device(spec)
+    device = device_of(spec, advice=ADVICE)
     state, manifest = load_checkpoint(run, step)
     with numerics.GlobalsKept(), global_generators_kept():
         numerics.pin(spec)
@@ -107,17 +107,6 @@ def evaluate_checkpoint(run: Storage, step: int, *, search: Sequence[Path]) -> E
         numerics=tuple(apart),
         tolerance=tolerance,
     )
-
-
-def _device(spec: JobSpec) -> torch.device:
-    if not spec.resources.gpu:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise InputError(
-            "the run was trained on a GPU (resources.gpu is 1), and there is none here: evaluate "
-            "on a machine with one"
-        )
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _against_ledger(

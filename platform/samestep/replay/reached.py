@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from samestep.checkpoint.committed import list_checkpoints
 from samestep.checkpoint.storage import Storage
 from samestep.engine.attempt import Place, run_attempt, verdict_outcome
@@ -22,6 +20,7 @@ from samestep.engine.peers import Peers
 from samestep.errors import CheckpointError, DivergenceError, InputError
 from samestep.exact import numerics
 from samestep.exact.seeds import global_generators_kept
+from samestep.replay.device import device_of
 from samestep.replay.inheritance import copy_checkpoint, inherit, newest_of_the_way
 from samestep.spec import JobSpec, Mode, changed_spec, dump_spec
 from samestep.telemetry.identity import read_numerics
@@ -32,6 +31,8 @@ from samestep.telemetry.records import TOLERANCE, same_values
 
 KEEP = 10**6
 """Checkpoints: no retention in a scratch run, which takes few."""
+
+ADVICE = "choose a step that has a checkpoint (samestep checkpoints RUN), or use a machine with one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def _train(scratch: Storage, spec: JobSpec, step: int, search: Sequence[Path]) -
             spec,
             Place(
                 mode="local",
-                devices=[_device(spec)],
+                devices=[device_of(spec, advice=ADVICE)],
                 peers=Peers(None),
                 group=None,
                 search=list(search),
@@ -128,17 +129,6 @@ def _train(scratch: Storage, spec: JobSpec, step: int, search: Sequence[Path]) -
             )
     finally:
         recorder.close()
-
-
-def _device(spec: JobSpec) -> torch.device:
-    if not spec.resources.gpu:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise InputError(
-            "the run was trained on a GPU (resources.gpu is 1), and there is none here: choose a "
-            "step that has a checkpoint (samestep checkpoints RUN), or use a machine with one"
-        )
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _compare(run: Storage, scratch: Storage, spec: JobSpec, taken: range) -> tuple[str, ...]:
