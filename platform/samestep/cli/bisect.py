@@ -14,6 +14,7 @@ from rich.console import Console
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import AsJson, Code, RunA, RunB
 from samestep.errors import ExitStatus
 from samestep.exact import numerics
 from samestep.replay.apart import progress_here
@@ -22,18 +23,9 @@ from samestep.telemetry.identity import read_spec
 
 @handles_errors
 def bisect(
-    run_a: Annotated[
-        str,
-        typer.Argument(metavar="RUN_A", help="A run directory (path or URI), or a name in ./runs."),
-    ],
-    run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="The other run.")],
-    code: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder in which the workload is found; default: the working directory. May be "
-            "given several times."
-        ),
-    ] = None,
+    run_a: RunA,
+    run_b: RunB,
+    code: Code = None,
     code_b: Annotated[
         list[Path] | None,
         typer.Option(help="The same for the other run, where its code is another."),
@@ -41,9 +33,7 @@ def bisect(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N; default: the kind that the runs had.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="As one JSON object, for scripts.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the first step, shard and tensor in which two runs differ.
 

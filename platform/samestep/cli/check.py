@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.errors import handles_errors
+from samestep.cli.options import AsJson, Settings
 from samestep.errors import SpecError
 from samestep.exact import numerics
 from samestep.spec import JobSpec, load_spec, parse_override
@@ -30,17 +31,8 @@ def check(
     job: Annotated[
         Path | None, typer.Argument(help="The job file.", metavar="JOB.yaml", show_default=False)
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="a.b=value",
-            help="Sets a field of the job, e.g. --set shards=8; may be given several times.",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Everything as one JSON object, for scripts.")
-    ] = False,
+    settings: Settings = None,
+    as_json: AsJson = False,
     schema: Annotated[
         bool,
         typer.Option("--schema", help="Print the JSON schema of job files, and nothing else."),

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import AsJson, Run
 from samestep.cli.units import age_text, size_text
 from samestep.errors import ExitStatus
 from samestep.replay.checkpoints import CheckpointLine, checkpoint_lines
@@ -22,14 +23,11 @@ _STYLE = {"whole": "green", "being written": "cyan", "unfinished": "yellow"}
 
 @handles_errors
 def checkpoints(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run's directory (path or URI), or a name in ./runs."),
-    ],
+    run: Run,
     verify: Annotated[
         bool, typer.Option("--verify", help="Hash every file, and compare with the manifests.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list, for scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List a run's checkpoints: step, size, age, status, and which is the best and the latest.
 

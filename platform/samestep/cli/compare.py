@@ -9,6 +9,7 @@ from rich.console import Console
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import RunA, RunB
 from samestep.errors import ExitStatus
 from samestep.replay.compare import Comparison, Verdict, compare_runs
 
@@ -26,11 +27,8 @@ _STYLE = {
 
 @handles_errors
 def compare(
-    run_a: Annotated[
-        str,
-        typer.Argument(metavar="RUN_A", help="A run directory (path or URI), or a name in ./runs."),
-    ],
-    run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="The other run.")],
+    run_a: RunA,
+    run_b: RunB,
     through: Annotated[
         int | None,
         typer.Option(

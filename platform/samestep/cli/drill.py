@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from samestep.cli.errors import handles_errors
+from samestep.cli.options import AsJson, Settings
 from samestep.cli.wide import print_whole
 from samestep.errors import ExitStatus
 from samestep.names import RunState
@@ -38,17 +39,12 @@ def drill(
     nodes: Annotated[
         int, typer.Option(min=1, max=16, help="Ray nodes of one slot each, on this machine.")
     ] = 3,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="a.b=value", help="Sets a field of the job."),
-    ] = None,
+    settings: Settings = None,
     folder: Annotated[
         Path | None,
         typer.Option(help="Keeps runs and output there (default: a folder that is removed)."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The report as one JSON object, for scripts.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a job once undisturbed and then under faults, and see whether the weights are the same.
 

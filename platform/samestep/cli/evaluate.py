@@ -16,6 +16,7 @@ from rich.text import Text
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import AsJson, Code, Run
 from samestep.errors import ExitStatus
 from samestep.exact import numerics
 from samestep.telemetry.identity import read_spec
@@ -33,10 +34,7 @@ _STATUS = {
 
 @handles_errors
 def evaluate(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run's directory (path or URI), or a name in ./runs."),
-    ],
+    run: Run,
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -45,16 +43,8 @@ def evaluate(
             "STEP steps.",
         ),
     ] = "latest",
-    search: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder in which the workload is found; default: where the run found it, and "
-            "the working directory. May be given several times."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="As one JSON object, for scripts.")
-    ] = False,
+    code: Code = None,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint in this process, and compare with what the ledger says of its step.
 
@@ -74,7 +64,7 @@ def evaluate(
     choice = choose(place, checkpoint)
     if choice.warning is not None:
         Console(stderr=True, soft_wrap=True).print(choice.warning, markup=False)
-    folders = [folder.resolve() for folder in search or []]
+    folders = [folder.resolve() for folder in code or []]
     found = evaluate_checkpoint(
         place,
         choice.step,

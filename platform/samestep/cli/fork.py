@@ -16,6 +16,7 @@ from rich.console import Console
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import Code, Run
 from samestep.errors import InputError, SpecError
 from samestep.exact import numerics
 from samestep.names import SPEC_FILE
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
 
 @handles_errors
 def fork(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run's directory (path or URI), or a name in ./runs."),
-    ],
+    run: Run,
     at: Annotated[int, typer.Option(metavar="STEP", min=0, help="Steps to take over from RUN.")],
     name: Annotated[str, typer.Option(help="Name of the new run, which lies beside RUN.")],
     skip_steps: Annotated[
@@ -50,14 +48,7 @@ def fork(
             help="Changes a field of the job from there on; may be given several times.",
         ),
     ] = None,
-    search: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder in which the workload is found, where steps are taken again or the job is "
-            "changed; default: where the run found it, and the working directory. May be given "
-            "several times."
-        ),
-    ] = None,
+    code: Code = None,
 ) -> None:
     """Make a new run that goes on from RUN after STEP steps; nothing of RUN is changed.
 
@@ -72,7 +63,7 @@ def fork(
     from samestep.replay.evaluate import search_folders
     from samestep.replay.fork import fork_run
 
-    folders = [folder.resolve() for folder in search or []]
+    folders = [folder.resolve() for folder in code or []]
     folders = folders or [*search_folders(place), Path.cwd()]
     made = fork_run(
         place,

@@ -16,6 +16,7 @@ from rich.text import Text
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import AsJson, Run
 from samestep.cli.settle import settle
 from samestep.cli.units import size_text
 from samestep.cli.wide import print_whole
@@ -23,11 +24,6 @@ from samestep.errors import BundleError
 from samestep.incidents.bundle import Bundle, folder_of, has_bundle
 from samestep.incidents.bundle_folder import read_bundle
 from samestep.incidents.record import Incident, list_incidents, read
-
-RUN = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a name in ./runs.")]
-
-
-AS_JSON = Annotated[bool, typer.Option("--json", help="As JSON, for scripts.")]
 
 incidents = typer.Typer(
     name="incidents",
@@ -40,7 +36,7 @@ incidents = typer.Typer(
 
 @incidents.command("list")
 @handles_errors
-def list_(run: RUN, as_json: AS_JSON = False) -> None:
+def list_(run: Run, as_json: AsJson = False) -> None:
     """List the incidents of a run, in order of time."""
     place = find_run(run)
     found = list_incidents(place)
@@ -58,9 +54,9 @@ def list_(run: RUN, as_json: AS_JSON = False) -> None:
 @incidents.command("show")
 @handles_errors
 def show(
-    run: RUN,
+    run: Run,
     incident_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` gives it.")],
-    as_json: AS_JSON = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show one incident whole: what was seen, the traceback, and where its evidence lies."""
     place = find_run(run)

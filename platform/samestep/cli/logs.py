@@ -11,15 +11,13 @@ import typer
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import Run
 from samestep.replay.logs import WorkerLog, choose_logs, follow, lines_of
 
 
 @handles_errors
 def logs(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run's directory (path or URI), or a name in ./runs."),
-    ],
+    run: Run,
     worker: Annotated[
         int | None, typer.Option(min=0, help="Only this worker (its world rank); default: all.")
     ] = None,

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from samestep.cli.errors import handles_errors
+from samestep.cli.options import AsJson, Code
 from samestep.cli.replay_target import Target, find_target
 from samestep.errors import CannotReplayError, ExitStatus
 from samestep.exact import numerics
@@ -96,13 +97,7 @@ def replay(
             "not finite or stand out, and which samples do it alone.",
         ),
     ] = False,
-    code: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder in which the workload is found; default: the working directory. May be "
-            "given several times."
-        ),
-    ] = None,
+    code: Code = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,9 +131,7 @@ def replay(
             help="Of a crash or hang: how long it may stand still until it counts as hanging.",
         ),
     ] = 60.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="As one JSON object, for scripts.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Take a step of a run again, in this process, and compare it with what was recorded.
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import Run
 from samestep.cli.settle import settle
 from samestep.errors import ExitStatus, InputError
 from samestep.replay.removal import remove_run, require_removable
@@ -18,10 +19,7 @@ from samestep.replay.summary import summarize
 
 @handles_errors
 def rm(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run's directory (path or URI), or a name in ./runs."),
-    ],
+    run: Run,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
     """Remove a run for good: ledger, checkpoints, incidents, logs and the workload's own files.

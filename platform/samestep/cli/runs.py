@@ -13,6 +13,7 @@ from rich.text import Text
 from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import RUNS
+from samestep.cli.options import AsJson
 from samestep.cli.settle import settle
 from samestep.cli.units import age_text, size_text
 from samestep.cli.wide import print_whole
@@ -35,7 +36,7 @@ def runs(
         str,
         typer.Argument(metavar="STORAGE", help="The folder or URI that holds run directories."),
     ] = RUNS,
-    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list, for scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the runs of a storage folder, the one that started last at the end.
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import AsJson, Run
 from samestep.cli.settle import settle
 from samestep.names import DIED
 from samestep.replay.summary import FORKED, RunSummary, summarize, why_ended
@@ -25,13 +24,8 @@ LAST_RECOVERIES = 10
 
 @handles_errors
 def show(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run's directory, or a name in ./runs."),
-    ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Everything as one JSON object, for scripts.")
-    ] = False,
+    run: Run,
+    as_json: AsJson = False,
 ) -> None:
     """Show a run in short: status, attempts, steps, loss, evaluation, incidents, checkpoints."""
     place = find_run(run)

@@ -14,6 +14,7 @@ from rich.text import Text
 from samestep.checkpoint.storage import Storage
 from samestep.cli.display import Display
 from samestep.cli.errors import handles_errors, tell_error
+from samestep.cli.options import Settings
 from samestep.cluster.launch import Outcome
 from samestep.cluster.launch import train as launch
 from samestep.spec import Mode, load_spec, parse_override
@@ -45,15 +46,7 @@ def train(
             "without room). The bits are the same."
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="a.b=value",
-            help="Sets a field of the job, e.g. --set epochs=3 --set checkpoint.keep=5; may be "
-            "given several times.",
-        ),
-    ] = None,
+    settings: Settings = None,
     restart: Annotated[
         bool,
         typer.Option(

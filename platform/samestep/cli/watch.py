@@ -17,6 +17,7 @@ from samestep.cli.chart import chart
 from samestep.cli.display import duration, number
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
+from samestep.cli.options import Run
 from samestep.cli.settle import settle
 from samestep.names import TimePart
 from samestep.replay.watching import Watching
@@ -40,10 +41,7 @@ COLORS: Final = {
 
 @handles_errors
 def watch(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run's directory (path or URI), or a name in ./runs."),
-    ],
+    run: Run,
     once: Annotated[
         bool, typer.Option("--once", help="Show what there is now and end, as outside a terminal.")
     ] = False,

@@ -27,6 +27,7 @@ from samestep.engine.passing import pass_over
 from samestep.engine.peers import Peers
 from samestep.engine.recording import Recording, record_before_update, step_record, values_of
 from samestep.engine.resume import Saved
+from samestep.engine.schedule import is_due
 from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
@@ -351,7 +352,7 @@ class Loop:
             reduced.parameters,
             step=step,
             device=self._device,
-            schedule_due=self._schedule_due(step + 1),
+            schedule_due=is_due(built.schedule, step + 1, built.order.steps_per_epoch),
             leaves_out=partial(
                 self._detection.leaves_out, step, reduced, partial(self._keep, plans, reduced)
             ),
@@ -434,12 +435,6 @@ class Loop:
             return self._wants()
         wanted = Flag.STOP if self._link.stop_requested else self._wants()
         return int(wanted) + self._keeping.flag
-
-    def _schedule_due(self, num_steps: int) -> bool:
-        schedule = self._built.schedule
-        if schedule is None or schedule.every == "evaluation":
-            return False
-        return schedule.every == "step" or num_steps % self._built.order.steps_per_epoch == 0
 
     @during(Activity.DATA)
     def _take(self, plan: Any, device: Any) -> Any:

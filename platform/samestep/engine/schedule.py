@@ -35,6 +35,13 @@ def checked_schedule(spec: JobSpec, made: object, *, has_evaluation: bool) -> Sc
     return schedule
 
 
+def is_due(schedule: Schedule | None, num_steps: int, steps_per_epoch: int) -> bool:
+    """Whether a schedule is stepped after the last of `num_steps` steps, evaluations aside."""
+    if schedule is None or schedule.every == "evaluation":
+        return False
+    return schedule.every == "step" or num_steps % steps_per_epoch == 0
+
+
 def step_schedule(scheduler: LRScheduler, *values: float) -> None:
     """Steps a scheduler, with the value of its metric where it takes one."""
     step: Any = scheduler.step

@@ -22,6 +22,7 @@ from samestep.engine.hooks import Hooks
 from samestep.engine.passing import pass_over
 from samestep.engine.peers import Peers
 from samestep.engine.recording import step_record, values_of
+from samestep.engine.schedule import is_due
 from samestep.engine.setup import before_step
 from samestep.engine.step import Reduced, Replica, StepEngine
 from samestep.engine.survivor import Stage
@@ -225,7 +226,7 @@ class Taker:
             reduced.parameters,
             step=step,
             device=self._place.device,
-            schedule_due=self._schedule_due(step + 1),
+            schedule_due=is_due(self._bench.schedule, step + 1, self.steps_per_epoch),
             leaves_out=lambda grad_norm, overflow: self._is_left_out(step),
         )
         if updated.skipped and not passed_over:
@@ -307,12 +308,6 @@ class Taker:
         if record is not None:
             return record.skipped
         return incident is not None and incident.step == step and incident.kind in JUDGED
-
-    def _schedule_due(self, num_steps: int) -> bool:
-        schedule = self._bench.schedule
-        if schedule is None or schedule.every == "evaluation":
-            return False
-        return schedule.every == "step" or num_steps % self.steps_per_epoch == 0
 
     def _re_enact_rest(self, start: Start | None) -> None:
         """Does what was still to be done after the last update when the state was taken."""

@@ -109,7 +109,7 @@ def test_an_evaluation_that_differs_from_the_ledgers_says_both_values(
     Path("other/flowers.py").write_text(code.replace("% 5 == 0", "% 5 == 1"))
     Path("other/data.csv").write_text(Path("data.csv").read_text())
     monkeypatch.delitem(sys.modules, "flowers")
-    found = samestep("evaluate", "flowers", "--search", "other")
+    found = samestep("evaluate", "flowers", "--code", "other")
     assert found.exit_code == 11, found.output
     assert "different from the evaluation in the ledger" in found.stdout
     assert "  metrics.loss: 0x" in found.stdout
