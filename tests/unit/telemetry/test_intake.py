@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given, settings
@@ -138,12 +137,11 @@ def test_the_end_of_the_ledger_tells_what_all_of_it_does(
             redo = Redo(checked=True, values_id="a", tolerance=0.0)
             redo.load(run, start_step=start, attempts=past.attempts)
             losses, evaluations = read_forwards(run, start)
-            _agrees(lambda n, loss: redo.judge_step(recorded(n, loss)), losses)
-            _agrees(lambda n, loss: redo.judge_evaluation(evaluated(n, loss)), evaluations)
-
-
-def _agrees(judge: Callable[[int, float], Any], known: Known) -> None:
-    for step in range(20):
-        judgement = judge(step, known.get(step, 0.0))
-        assert (judgement != NEW) == (step in known), step
-        assert not judgement.differences, step
+            again = {n: redo.judge_step(recorded(n, losses.get(n, 0.0))) for n in range(20)}
+            assert {n for n, judged in again.items() if judged != NEW} == losses.keys()
+            assert not any(judged.differences for judged in again.values())
+            again = {
+                n: redo.judge_evaluation(evaluated(n, evaluations.get(n, 0.0))) for n in range(20)
+            }
+            assert {n for n, judged in again.items() if judged != NEW} == evaluations.keys()
+            assert not any(judged.differences for judged in again.values())
