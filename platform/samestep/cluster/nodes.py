@@ -157,13 +157,24 @@ class LocalNodes:
 
 
 @contextmanager
-def local_nodes(num_nodes: int, *, env: Mapping[str, str] | None = None) -> Iterator[LocalNodes]:
-    """A head and so many nodes of one slot; this process is connected to them meanwhile."""
+def local_nodes(
+    num_nodes: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    worker_env: Mapping[str, str] | None = None,
+) -> Iterator[LocalNodes]:
+    """A head and so many nodes of one slot; this process is connected to them meanwhile.
+
+    Args:
+        num_nodes: besides the head.
+        env: variables that all nodes get besides this process's.
+        worker_env: variables of what this process runs there.
+    """
     nodes = LocalNodes(env)
     try:
         for _ in range(num_nodes):
             nodes.add()
-        _connect(nodes)
+        _connect(nodes, worker_env or {})
         nodes.wait_for(num_nodes, num_alive)
         yield nodes
     finally:
@@ -178,7 +189,7 @@ def num_alive() -> int:
     return sum(1 for node in ray.nodes() if node["Alive"]) - 1
 
 
-def _connect(nodes: LocalNodes) -> None:
+def _connect(nodes: LocalNodes, worker_env: Mapping[str, str]) -> None:
     import ray
 
     from samestep.cluster.ray_private import own_address
@@ -188,7 +199,11 @@ def _connect(nodes: LocalNodes) -> None:
         try:
             options: dict[str, Any] = own_address(nodes.address)
             ray.init(
-                address=nodes.address, log_to_driver=False, logging_level=logging.ERROR, **options
+                address=nodes.address,
+                runtime_env={"env_vars": dict(worker_env)},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **options,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             if time.monotonic() > deadline or nodes.head.process.poll() is not None:
