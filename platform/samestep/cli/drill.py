@@ -39,6 +39,14 @@ def drill(
     nodes: Annotated[
         int, typer.Option(min=1, max=16, help="Ray nodes of one slot each, on this machine.")
     ] = 3,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|HOST:PORT",
+            help="Drills on this Ray cluster instead, whose nodes are left alone. Its runs lie, "
+            "and stay, in a folder of the job's storage.",
+        ),
+    ] = None,
     settings: Settings = None,
     folder: Annotated[
         Path | None,
@@ -48,9 +56,10 @@ def drill(
 ) -> None:
     """Run a job once undisturbed and then under faults, and see whether the weights are the same.
 
-    It starts Ray nodes of its own on this machine and ends them. Faults: kill_worker,
-    kill_all_workers, terminate_worker, freeze_worker, kill_recorder, kill_node, drain_node,
-    add_node, kill_driver, stop_driver. Exit statuses: 0 every run ended with the same weights, 1
+    It starts Ray nodes of its own on this machine and ends them, or uses a cluster (--address).
+    Faults: kill_worker, kill_all_workers, terminate_worker, terminate_all_workers, freeze_worker,
+    kill_recorder, kill_driver, stop_driver; on nodes of its own also kill_node, drain_node,
+    cut_node, add_node. Exit statuses: 0 every run ended with the same weights, 1
     one did not end, 2 bad input, 11 the weights differ.
     """
     from samestep.cluster.drill import Drill
@@ -67,6 +76,7 @@ def drill(
             job_folder=job.resolve().parent,
             folder=place,
             num_nodes=nodes,
+            address=address,
             say=lambda line: console.print(escape(line)),
         )
         results = made.run((asked, rounds) if isinstance(asked, int) else [asked] * rounds)
