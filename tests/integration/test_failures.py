@@ -205,3 +205,66 @@ def test_a_second_submit_of_a_live_run_follows_it(
     assert first == [second]
     assert said[0].startswith("the run is alive (process")
     assert len(read_past(Storage.at(second.run)).attempts) == 1
+
+
+DYING = '''
+import os
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+from tiny import Tiny
+
+GATE = Path(__file__).parent / "gate"
+
+
+def meets(what):
+    """Whether this process is the one that the next file of this name is meant for."""
+    for path in sorted(GATE.glob(f"{what}-*")):
+        try:
+            path.rename(GATE / f"met-{path.name}")
+        except FileNotFoundError:
+            continue
+        return True
+    return False
+
+
+def dying(what, call):
+    def die_or_call(*args, **options):
+        if "RANK" in os.environ and meets(what):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+
+    return die_or_call
+
+
+dist.init_process_group = dying("forms", dist.init_process_group)
+dist.destroy_process_group = dying("ends", dist.destroy_process_group)
+
+
+class Dying(Tiny):
+    def before_step(self, model, step):
+        super().before_step(model, step)
+        if step == 5 and meets("raises"):
+            (GATE / "forms-2").touch()
+            raise ValueError("once")
+'''
+
+
+def test_a_worker_may_die_while_its_group_forms_and_while_it_is_taken_apart(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, straight: Outcome
+) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    for name in ("forms-1", "raises-1", "ends-1"):
+        (gate / name).touch()
+    spec = make_spec(mode="ddp", workers=2, workload="dying:Dying")
+    outcome = train(spec, name="dying", search=[tmp_path, folder])
+    met = {path.name for path in gate.iterdir()}
+    assert met == {"met-forms-1", "met-raises-1", "met-ends-1", "met-forms-2"}
+    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    found = summarize(Storage.at(outcome.run))
+    assert found.num_redone == 0
+    kinds = [str(incident.kind) for incident in found.incidents]
+    assert (kinds.count("exception"), kinds.count("crash")) == (1, 3)
