@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -103,6 +104,30 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
     assert found.num_redone == 0
     assert [r["cause"] for r in found.recoveries][:2] == ["grow", "drain"]
     assert all(r["planned"] for r in found.recoveries[:2])
+
+
+def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
+    nodes: LocalNodes, write_job: Callable[..., Path], tmp_path: Path
+) -> None:
+    job = write_job(workers={"min": 1, "max": 2}, args={"pause_s": 0.1})
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("- {fault: kill_recorder, step: 3}\n- {fault: kill_worker, step: 7}\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "samestep", "drill", job, "--faults", faults, "--json"),
+            *("--address", nodes.address),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    calm, struck = json.loads(done.stdout)
+    assert (struck["status"], struck["digest"], struck["same"]) == ("done", calm["digest"], True)
+    assert [one["note"][:4] for one in struck["struck"]] == ["pid "] * 2
+    assert struck["attempts"] == 2
 
 
 def _drain(address: str, node: Node) -> None:
