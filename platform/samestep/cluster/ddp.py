@@ -20,6 +20,7 @@ from samestep.cluster.ray_private_control import Plan
 from samestep.cluster.ray_private_group import MeetingConfig
 from samestep.cluster.rehearsal import Part
 from samestep.cluster.rendezvous import FORM_S, formed_group, limit_group, set_environment
+from samestep.cluster.sockets import limit_silence, open_sockets
 from samestep.errors import AttemptFailedError, PeerLostError, SamestepError
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.spec_incidents import ROLLBACK
@@ -180,7 +181,9 @@ def _control_group(spec: JobSpec, group: dist.ProcessGroup) -> dist.ProcessGroup
     if not spec.resources.gpu and spec.reduction == "exact":
         return group
     # Stock DDP's collectives, and NCCL's, stay apart from the messages.
+    others = open_sockets()
     control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=FORM_S))
+    limit_silence(others)
     limit_group(control, spec.faults.hang_timeout_s + PEER_MARGIN_S)
     return control
 
