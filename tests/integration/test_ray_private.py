@@ -185,6 +185,9 @@ def test_exceptions_of_workers_are_told_apart_by_their_cause() -> None:
     assert found[2].message.startswith("worker 2 on b was lost")
     started = ControllerError(WorkerGroupStartupFailedError("no"))
     assert [fault.cause for fault in faults_of(started, {})] == [Cause.START]
+    started.controller_failure.__cause__ = OutOfMemoryError("too much")
+    [fault] = faults_of(started, {})
+    assert (fault.cause, fault.message.endswith("too much")) == (Cause.OUT_OF_MEMORY, True)
     placed = faults_of(ControllerError(PlacementError("no room")), {})
     assert [(fault.cause, fault.exit_status) for fault in placed] == [(Cause.FINAL, 2)]
 

@@ -21,7 +21,7 @@ from samestep.names import RunState
 from samestep.spec import load_spec, parse_override
 
 if TYPE_CHECKING:
-    from samestep.cluster.drill import RoundResult
+    from samestep.cluster.drilled import RoundResult
 
 
 @handles_errors
@@ -59,8 +59,8 @@ def drill(
     It starts Ray nodes of its own on this machine and ends them, or uses a cluster (--address).
     Faults: kill_worker, kill_all_workers, terminate_worker, terminate_all_workers, freeze_worker,
     kill_recorder, kill_driver, stop_driver; on nodes of its own also kill_node, drain_node,
-    cut_node, add_node. Exit statuses: 0 every run ended with the same weights, 1
-    one did not end, 2 bad input, 11 the weights differ.
+    cut_node, add_node. Exit statuses: 0 every run ended with the same weights, 1 one did not end, 2
+    bad input, 11 the weights differ.
     """
     from samestep.cluster.drill import Drill
     from samestep.cluster.strikes import parse_faults

@@ -6,7 +6,6 @@ on this machine, or a cluster that is given. Strikes are triggered by what the r
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -14,23 +13,22 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from samestep.checkpoint.storage import Storage
+from samestep.cluster.drilled import Blow, RoundResult, Watched, told
 from samestep.cluster.environment import prepare_ray
 from samestep.cluster.ground import Ground, Member, own_nodes
 from samestep.cluster.strikes import Fault, Strike, random_strikes, refuse_of_nodes
 from samestep.errors import ExitStatus, InputError, SamestepError
-from samestep.names import Env, Event, RunState
+from samestep.names import Env, RunState
 from samestep.spec import JobSpec, dump_spec
 from samestep.spec_training import below
 from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_result
-from samestep.telemetry.records import EventRecord, StepRecord
 from samestep.telemetry.spool import Spool
 
 POLL_S: Final = 0.02
@@ -43,76 +41,6 @@ OUTPUT_SHOWN: Final = 4000
 MAX_LINES: Final = 1000
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Struck:
-    """A fault that struck, and what it cost.
-
-    Attributes:
-        strike: what it was to be.
-        at_step: steps taken when it struck.
-        held_up_s: the longest time between two new steps from then to the next strike.
-        redone: steps taken again from then to the next strike.
-        note: where it could not strike, why.
-    """
-
-    strike: Strike
-    at_step: int
-    held_up_s: float | None
-    redone: int
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundResult:
-    """One run of a drill.
-
-    Attributes:
-        name: of the run.
-        status: as its result says.
-        digest: of its last checkpoint.
-        same: its digest is the undisturbed run's.
-        steps: in the ledger.
-        redone: steps taken again, over all attempts.
-        attempts: how many there were.
-        wall_s: from the first start of its driver to the last end.
-        struck: the faults in order.
-        message: why it failed.
-    """
-
-    name: str
-    status: str
-    digest: str
-    same: bool
-    steps: int
-    redone: int
-    attempts: int
-    wall_s: float
-    struck: tuple[Struck, ...]
-    message: str = ""
-
-
-@dataclass(kw_only=True)
-class _Watched:
-    """What the ledger of the present run has said so far."""
-
-    num_steps: int = 0
-    redone: int = 0
-    attempts: list[Mapping[str, Any]] = field(default_factory=list)
-    step_times: list[float] = field(default_factory=list)
-    redone_at: list[tuple[float, int]] = field(default_factory=list)
-
-    def take(self, record: StepRecord | EventRecord) -> None:
-        if isinstance(record, StepRecord):
-            self.num_steps = max(self.num_steps, record.step + 1)
-            self.step_times.append(record.timing.get("at_s", record.time or 0.0))
-        elif record.event is Event.ATTEMPT_STARTED:
-            self.attempts.append(record.fields)
-        elif record.event is Event.ATTEMPT_ENDED:
-            redone = int(record.fields.get("redone", 0))
-            self.redone += redone
-            self.redone_at.append((record.time, redone))
 
 
 class Drill:
@@ -246,8 +174,8 @@ class _Round:
         self._frozen: list[Member] = []
         self._name = name
         self._due = list(strikes)
-        self._struck: list[tuple[Strike, int, float, str]] = []
-        self._watched = _Watched()
+        self._struck: list[Blow] = []
+        self._watched = Watched()
         self._run = drill.run_of(name)
         self._spool = Spool(self._run)
         self._output = drill.output_of(name)
@@ -278,7 +206,7 @@ class _Round:
             redone=self._watched.redone,
             attempts=len(self._watched.attempts),
             wall_s=time.monotonic() - started,
-            struck=tuple(self._costs()),
+            struck=tuple(self._watched.costs(self._struck)),
             message=message or str(result.get("message", "")),
         )
 
@@ -297,7 +225,7 @@ class _Round:
             status = self._driver.returncode
             if status == ExitStatus.DONE:
                 return
-            stopped = any(strike.fault in _ENDS_DRIVER for strike, *_ in self._struck[num_struck:])
+            stopped = any(blow.strike.fault in _ENDS_DRIVER for blow in self._struck[num_struck:])
             if not stopped:
                 raise InputError(
                     f"the driver ended with {status}:\n{self._output_end()}\n(all of it: "
@@ -326,7 +254,8 @@ class _Round:
                 f"{self._name}: {strike.fault} at step {self._watched.num_steps}"
                 + (f" ({note})" if note else "")
             )
-            self._struck.append((strike, self._watched.num_steps, at_s, note))
+            blow = Blow(strike=strike, at_step=self._watched.num_steps, at_s=at_s, note=note)
+            self._struck.append(blow)
 
     def _strike(self, strike: Strike) -> str:
         match strike.fault:
@@ -381,24 +310,6 @@ class _Round:
             return []
         return self._ground.living([Member(host=present.host, pid=present.pid)])
 
-    def _costs(self) -> list[Struck]:
-        times = sorted(self._watched.step_times)
-        found = []
-        for number, (strike, at_step, at_s, note) in enumerate(self._struck):
-            rest = self._struck[number + 1 :]
-            until = rest[0][2] if rest else float("inf")
-            gaps = [b - a for a, b in itertools.pairwise(times) if at_s < b <= until]
-            found.append(
-                Struck(
-                    strike=strike,
-                    at_step=at_step,
-                    held_up_s=max(gaps) if gaps else None,
-                    redone=sum(n for t, n in self._watched.redone_at if at_s < t <= until),
-                    note=note,
-                )
-            )
-        return found
-
 
 _NEEDS_WORKERS: Final = (
     Fault.KILL_WORKER,
@@ -408,15 +319,6 @@ _NEEDS_WORKERS: Final = (
     Fault.FREEZE_WORKER,
 )
 _ENDS_DRIVER: Final = (Fault.KILL_DRIVER, Fault.STOP_DRIVER, Fault.TERMINATE_ALL_WORKERS)
-
-
-def told(result: RoundResult) -> str:
-    """A round in a line."""
-    return (
-        f"{result.name}: {result.status}, {result.steps} steps, {result.attempts} attempts, "
-        f"{result.redone} redone, {result.wall_s:.1f} s, {result.digest[:12]}"
-        + (f": {result.message}" if result.message else "")
-    )
 
 
 def _for_drill(spec: JobSpec, storage: str, num_nodes: int | None) -> JobSpec:

@@ -84,17 +84,7 @@ def _of_attempt(error: AttemptFailedError) -> Fault:
 
 def _of_dead(error: Exception, world_rank: int, host: str, where: str) -> Fault:
     if isinstance(error, OutOfMemoryError):
-        return Fault(
-            cause=Cause.OUT_OF_MEMORY,
-            message=(
-                f"{where} was killed because its node ran out of memory: give the job more shards "
-                f"(smaller ones; it changes the bits), fewer workers per node, or more memory\n"
-                f"{_short(error)}"
-            ),
-            kind=type(error).__name__,
-            world_rank=world_rank,
-            host=host,
-        )
+        return _of_memory(error, where, world_rank=world_rank, host=host)
     if isinstance(error, RayActorError):
         message = f"{where} was lost: its process died, or its node did\n{_short(error)}"
     else:
@@ -102,6 +92,23 @@ def _of_dead(error: Exception, world_rank: int, host: str, where: str) -> Fault:
     return Fault(
         cause=Cause.CRASH,
         message=message,
+        kind=type(error).__name__,
+        world_rank=world_rank,
+        host=host,
+    )
+
+
+def _of_memory(
+    error: OutOfMemoryError, where: str, *, world_rank: int | None = None, host: str = ""
+) -> Fault:
+    """Of a process that Ray's memory monitor ended."""
+    return Fault(
+        cause=Cause.OUT_OF_MEMORY,
+        message=(
+            f"{where} was killed because its node ran out of memory: give the job more shards "
+            f"(smaller ones; it changes the bits), fewer workers per node, or more memory\n"
+            f"{_short(error)}"
+        ),
         kind=type(error).__name__,
         world_rank=world_rank,
         host=host,
@@ -117,6 +124,8 @@ def _of_controller(error: BaseException) -> Fault:
             kind=kind,
             exit_status=int(ExitStatus.BAD_INPUT),
         )
+    if isinstance(error.__cause__, OutOfMemoryError):
+        return _of_memory(error.__cause__, "a worker that was to start")
     if isinstance(error, WorkerGroupStartupFailedError | RayActorError):
         return Fault(cause=Cause.START, message=f"the group did not start: {error}", kind=kind)
     return Fault(cause=Cause.INTERNAL, message=f"{kind}: {error}", kind=kind)
