@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from typing import Final
 
 from samestep.errors import InputError
@@ -20,8 +19,12 @@ from samestep.names import Env
 NETWORK: Final = "198.18"
 """Of the addresses that are set apart for tests of networks (RFC 2544)."""
 CARD: Final = "eth0"
+BEGIN: Final = (
+    *("unshare", "--net", "--", "sh", "-c"),
+    *('read -r _ && exec "$@" </dev/null', "sh"),
+)
+"""Before a command: it waits, in a network of its own, until `GO` is on its standard input."""
 GO: Final = b"\n"
-"""What a wrapped command waits for on its standard input."""
 COMMAND_S: Final = 10.0
 POLL_S: Final = 0.01
 
@@ -64,13 +67,8 @@ class Links:
         """The address of a node; its number is 2 to 254."""
         return f"{self._host}.{number}"
 
-    def wrapped(self, command: Sequence[str]) -> list[str]:
-        """A command that waits, in a network of its own, for a line before it begins."""
-        waits = 'read -r _ && exec "$@" </dev/null'
-        return ["unshare", "--net", "--", "sh", "-c", waits, "sh", *command]
-
     def tie(self, number: int, pid: int) -> None:
-        """Links the network of a process, started as `wrapped`, to the bridge."""
+        """Links the network of a process, started by `BEGIN`, to the bridge."""
         place = f"/proc/{pid}/ns/net"
         deadline, pause = time.monotonic() + COMMAND_S, threading.Event()
         while os.readlink(place) == os.readlink("/proc/self/ns/net"):

@@ -15,14 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from samestep.cluster.environment import prepare_ray
-from samestep.cluster.links import GO, Links
+from samestep.cluster.links import BEGIN, GO, Links
 from samestep.cluster.processes import kill_session, session_of
 from samestep.errors import InputError
 
@@ -95,13 +95,29 @@ class LocalNodes:
             env=HEALTH_CHECKS,
         )
 
-    def add(self, num_cpus: int = 1) -> Node:
-        """Starts a node; `wait_for` waits until Ray has it."""
+    def add(
+        self,
+        num_cpus: int = 1,
+        *,
+        env: Mapping[str, str] | None = None,
+        begin: Sequence[str] = (),
+    ) -> Node:
+        """Starts a node; `wait_for` waits until Ray has it.
+
+        Args:
+            num_cpus: its slots.
+            env: further variables of this node alone.
+            begin: a command that takes the node's own command as its last arguments.
+
+        Raises:
+            InputError: there are too many.
+        """
         if len(self.nodes) + len(self._ended) >= MAX_NODES:
             raise InputError(f"{MAX_NODES} nodes were started already; there are no more addresses")
         number = FIRST_NODE + len(self.nodes) + len(self._ended)
         host = self._links.address_of(number) if self._links else f"127.0.0.{number}"
-        node = self._start(number, host, "--address", self.address, "--num-cpus", str(num_cpus))
+        slots = ("--num-cpus", str(num_cpus))
+        node = self._start(number, host, "--address", self.address, *slots, env=env, begin=begin)
         self.nodes.append(node)
         return node
 
@@ -154,19 +170,26 @@ class LocalNodes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(
-        self, number: int, address: str, *arguments: str, env: Mapping[str, str] | None = None
+        self,
+        number: int,
+        address: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        begin: Sequence[str] = (),
     ) -> Node:
         folder = self._folder / str(number)
         folder.mkdir()
         links = self._links if number != HEAD else None  # the head has this process's own network
         command = [
+            *(BEGIN if links else ()),
+            *begin,
             *(str(Path(sys.executable).with_name("ray")), "start", "--block"),
             *("--node-ip-address", address, "--temp-dir", str(folder)),
             *("--object-store-memory", str(OBJECT_STORE_BYTES), *arguments),
         ]
         with (folder / "start.log").open("wb") as log:
             process = subprocess.Popen(
-                links.wrapped(command) if links else command,
+                command,
                 env={**self._env, **(links.environment if links else {}), **(env or {})},
                 stdin=subprocess.PIPE,
                 stdout=log,
