@@ -16,7 +16,7 @@ from typing import Final
 
 ASK_S: Final = 1
 """A connection that has been silent for so long is asked after, and then each so many seconds."""
-SILENT_S: Final = 4
+SILENT_S: Final = 3
 """One that acknowledges nothing for so long is lost."""
 
 _FILES: Final = "/proc/self/fd"
