@@ -87,10 +87,6 @@ class Links:
         """Nothing passes any more; nobody is told."""
         _ip("link", "set", self._end_of(number), "down")
 
-    def mend(self, number: int) -> None:
-        """It passes again."""
-        _ip("link", "set", self._end_of(number), "up")
-
     def close(self) -> None:
         """Takes the bridge away."""
         _ip("link", "delete", self._bridge)

@@ -134,16 +134,11 @@ class LocalNodes:
         node.process.terminate()
 
     def cut(self, node: Node) -> None:
-        """Cuts the node's link: it lives on, and nobody reaches it until `mend`."""
+        """Cuts the node's link: it lives on, and nobody reaches it any more."""
         assert self._links is not None, "these nodes have no links"
         self.nodes.remove(node)
         self._ended.append(node)
         self._links.cut(node.number)
-
-    def mend(self, node: Node) -> None:
-        """The link is there again; Ray gave the node up long ago."""
-        assert self._links is not None, "these nodes have no links"
-        self._links.mend(node.number)
 
     def wait_for(self, num_nodes: int, alive: Callable[[], int]) -> None:
         """Waits until Ray has so many nodes besides the head, as `alive` counts them.
