@@ -61,6 +61,21 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
     assert 0 < recovery["again_s"] < 60
 
 
+def test_the_process_of_mode_dataparallel_that_dies_is_started_again_with_an_incident(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil, straight: Outcome
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    spec = make_spec(mode="dataparallel", args={"pause_s": 0.1, "gate": str(gate)})
+    pids = struck_at_step_six(gate, wait_until, {signal.SIGKILL: 1}, num_workers=1)
+    outcome = train(spec, name="struck", search=[folder])
+    assert len(pids()) == 1
+    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    [incident] = summarize(Storage.at(outcome.run)).incidents
+    assert (str(incident.kind), incident.attempt) == ("crash", 1)
+    assert incident.message.startswith("the training process was lost: its process died")
+
+
 def test_all_workers_told_to_end_are_a_planned_stop(
     make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil, straight: Outcome
 ) -> None:
@@ -105,18 +120,18 @@ def test_a_run_goes_back_to_the_same_weights_in_every_mode_and_beside_a_crash(
 
 
 def struck_at_step_six(
-    gate: Path, wait_until: WaitUntil, signals: dict[signal.Signals, int]
+    gate: Path, wait_until: WaitUntil, signals: dict[signal.Signals, int], *, num_workers: int = 2
 ) -> Callable[[], list[int]]:
-    """Signals workers once two are at step 6; gives a call that waits for it, and whom it hit."""
+    """Signals workers once all are at step 6; gives a call that waits for it, and whom it hit."""
     hit: list[int] = []
 
     def strike() -> None:
         def pids_at_step() -> list[int] | None:
             names = [name.split("-") for name in os.listdir(gate)]
             pids = [int(pid) for pid, step in names if step == "6"]
-            return pids if len(pids) == 2 else None
+            return pids if len(pids) == num_workers else None
 
-        pids = wait_until(pids_at_step, 90, "two workers at step 6")
+        pids = wait_until(pids_at_step, 90, "all workers at step 6")
         for number, count in signals.items():
             for pid in pids[:count]:
                 os.kill(pid, number)
