@@ -63,6 +63,7 @@ THREAD_LEASE: Final = "samestep-lease"
 THREAD_SINK_PREFIX: Final = "samestep-sink-"
 THREAD_METRICS_SERVER: Final = "samestep-metrics-server"
 THREAD_NOTES: Final = "samestep-notes"
+THREAD_CONNECTIONS: Final = "samestep-connections"
 THREAD_TRACKING_CHECK: Final = "samestep-mlflow-check"
 
 

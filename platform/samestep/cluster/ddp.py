@@ -20,7 +20,7 @@ from samestep.cluster.ray_private_control import Plan
 from samestep.cluster.ray_private_group import MeetingConfig
 from samestep.cluster.rehearsal import Part
 from samestep.cluster.rendezvous import FORM_S, formed_group, limit_group, set_environment
-from samestep.cluster.sockets import limit_silence, open_sockets
+from samestep.cluster.sockets import open_sockets, silence_ends
 from samestep.errors import AttemptFailedError, PeerLostError, SamestepError
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.spec_incidents import ROLLBACK
@@ -138,6 +138,7 @@ def _attempt(
     from samestep.engine.peers import Peers
     from samestep.telemetry.mlflow_model import model_keeper
 
+    others = open_sockets()
     control = _control_group(spec, group)
     device = ray.train.torch.get_device() if spec.resources.gpu else torch.device("cpu")
     place = Place(
@@ -160,7 +161,8 @@ def _attempt(
         ),
     )
     try:
-        ending = run_attempt(spec, place)
+        with silence_ends(but=others):
+            ending = run_attempt(spec, place)
     except AttemptFailedError as error:
         return AttemptFailedError(str(error), error.details)
     waits = ending in (Ending.PARKED, Ending.ROLLED_BACK)
@@ -181,9 +183,7 @@ def _control_group(spec: JobSpec, group: dist.ProcessGroup) -> dist.ProcessGroup
     if not spec.resources.gpu and spec.reduction == "exact":
         return group
     # Stock DDP's collectives, and NCCL's, stay apart from the messages.
-    others = open_sockets()
     control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=FORM_S))
-    limit_silence(others)
     limit_group(control, spec.faults.hang_timeout_s + PEER_MARGIN_S)
     return control
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.cluster import process
-from samestep.cluster.sockets import limit_silence, open_sockets
+from samestep.cluster.sockets import open_sockets, silence_ends
 from samestep.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def formed_group(
     try:
         world = dist.distributed_c10d._get_default_group()
         limit_group(world, timeout_s)
-        limit_silence(others)
-        yield world
+        with silence_ends(but=others):
+            yield world
     finally:
         del store
         if dist.is_initialized():

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from samestep.cluster.sockets import SILENT_S, limit_silence, open_sockets
+from samestep.cluster.sockets import open_sockets, silence_ends
+from samestep.names import THREAD_CONNECTIONS
 
-OPTION = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+KEEP_ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 @pytest.fixture
@@ -16,17 +18,22 @@ def listener() -> Iterator[socket.socket]:
         yield made
 
 
-def test_only_connections_that_are_new_are_limited(listener: socket.socket) -> None:
+def test_only_connections_that_are_new_are_watched(listener: socket.socket) -> None:
     with socket.create_connection(listener.getsockname()) as old:
         others = open_sockets()
-        with socket.create_connection(listener.getsockname()) as new:
-            assert limit_silence(others) >= 1
-            assert new.getsockopt(*OPTION) == SILENT_S * 1000
-            assert new.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            assert old.getsockopt(*OPTION) == 0
-            assert listener.getsockopt(*OPTION) == 0
+        new = socket.create_connection(listener.getsockname())
+        first, _ = listener.accept()
+        second, _ = listener.accept()
+        with new, first, second, silence_ends(but=others) as num_watched:
+            assert num_watched == 3  # both ends of the new one, and the other end of the old one
+            assert new.getsockopt(*KEEP_ALIVE) == 1
+            assert (old.getsockopt(*KEEP_ALIVE), listener.getsockopt(*KEEP_ALIVE)) == (0, 0)
+            assert THREAD_CONNECTIONS in [thread.name for thread in threading.enumerate()]
             new.sendall(b"as before")
-            first, _ = listener.accept()
-            second, _ = listener.accept()
-            with first, second:
-                assert second.recv(20) == b"as before"
+            assert second.recv(20) == b"as before"
+
+
+def test_where_nothing_is_new_nothing_is_watched() -> None:
+    with silence_ends(but=open_sockets()) as num_watched:
+        assert num_watched == 0
+        assert THREAD_CONNECTIONS not in [thread.name for thread in threading.enumerate()]
