@@ -1,7 +1,7 @@
 """Network links for nodes on this machine, so that one can be cut. Needs root and Linux's `ip`.
 
-Each node gets a network of its own that a pair of virtual cards ties to a bridge. What the kernel
-keeps of it goes with the node's last process, and the bridge with `close`.
+Each node gets a network of its own that a pair of virtual cards ties to a bridge. `close` takes all
+of it away.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from typing import Final
 
 from samestep.errors import InputError
@@ -52,6 +53,7 @@ class Links:
         if why:
             raise InputError(f"no network link can be made and cut here: {why}")
         self._number = os.getpid()
+        self._tied: list[int] = []
         self._bridge = f"ss{self._number}"
         self._host = f"{NETWORK}.{self._number % 256}"
         self.address = f"{self._host}.1"
@@ -77,6 +79,7 @@ class Links:
             pause.wait(POLL_S)
         end = self._end_of(number)
         _ip("link", "add", end, "type", "veth", "peer", "name", CARD, "netns", str(pid))
+        self._tied.append(number)
         _ip("link", "set", end, "master", self._bridge, "up")
         inside = ("nsenter", f"--net={place}", "ip")
         _run(*inside, "address", "add", f"{self.address_of(number)}/24", "dev", CARD)
@@ -88,7 +91,11 @@ class Links:
         _ip("link", "set", self._end_of(number), "down")
 
     def close(self) -> None:
-        """Takes the bridge away."""
+        """Takes it all away; the kernel is late with the links of ended processes."""
+        for number in self._tied:
+            with suppress(InputError):  # the kernel was there first
+                _ip("link", "delete", self._end_of(number))
+        self._tied.clear()
         _ip("link", "delete", self._bridge)
 
     def _end_of(self, number: int) -> str:
