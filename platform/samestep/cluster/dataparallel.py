@@ -127,8 +127,8 @@ def run(
             except ray.exceptions.RayError as error:
                 status = target.call("status")
                 fault = fault_of_dead(error, "the training process")
-                at = {"step": int(status["step"]), "attempt": int(status["attempt"])}
-                verdict = judge.decide([replace(fault, **at)], [])
+                step, attempt = int(status["step"]), int(status["attempt"])
+                verdict = judge.decide([replace(fault, step=step, attempt=attempt)], [])
                 if not verdict.retry:
                     return verdict.message
                 pause.wait(verdict.delay_s)

@@ -140,8 +140,11 @@ class Drill:
     def _ground(
         self, rounds: Sequence[Sequence[Strike]] | tuple[int, int]
     ) -> AbstractContextManager[Ground]:
-        drawn = isinstance(rounds, tuple)
-        strikes = [] if drawn else [strike for each in rounds for strike in each]
+        match rounds:
+            case (int(), int()):
+                strikes: list[Strike] = []  # drawn of those that are possible
+            case _:
+                strikes = [strike for each in rounds for strike in each]
         if self._num_nodes is not None:
             linked = any(strike.fault is Fault.CUT_NODE for strike in strikes)
             return own_nodes(self._num_nodes, linked=linked)
