@@ -6,7 +6,7 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from samestep.spec import load_spec, parse_override
 
 if TYPE_CHECKING:
     from samestep.cluster.drilled import RoundResult
+    from samestep.cluster.strikes import Strike
 
 
 @handles_errors
@@ -81,11 +82,15 @@ def drill(
         )
         results = made.run((asked, rounds) if isinstance(asked, int) else [asked] * rounds)
     if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
+        print(json.dumps([asdict(result) for result in results], indent=2, default=_plain))
     else:
         console.print()
         print_whole(_table(results))
     raise typer.Exit(int(_status(results, rounds)))
+
+
+def _plain(strike: Strike) -> dict[str, Any]:
+    return strike.model_dump(mode="json")
 
 
 def _status(results: list[RoundResult], rounds: int) -> ExitStatus:
