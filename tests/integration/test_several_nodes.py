@@ -110,9 +110,9 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
 def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
     nodes: LocalNodes, write_job: Callable[..., Path], tmp_path: Path
 ) -> None:
-    job = write_job(workers={"min": 1, "max": 2}, args={"pause_s": 0.1})
+    job = write_job(workers={"min": 1, "max": 2}, args={"pause_s": 0.1}, epochs=12)
     faults = tmp_path / "faults.yaml"
-    faults.write_text("- {fault: kill_recorder, step: 3}\n- {fault: kill_worker, step: 7}\n")
+    faults.write_text("- {fault: kill_recorder, step: 3}\n- {fault: kill_worker, step: 5}\n")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "samestep", "drill", job, "--faults", faults, "--json"),
@@ -164,10 +164,10 @@ def test_a_worker_that_rays_memory_monitor_ends_is_told_as_lack_of_memory(
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()
-    fields = {"shards": 3, "epochs": None, "max_steps": 24}
+    fields = {"shards": 3, "epochs": None, "max_steps": 24, "workers": {"min": 2, "max": 3}}
     straight = train(make_spec(mode="local", **fields), name="straight", search=[folder])
     args = {"pause_s": 0.2, "gate": str(gate)}
-    spec = make_spec(mode="ddp", workers={"min": 2, "max": 3}, args=args, **fields)
+    spec = make_spec(mode="ddp", args=args, **fields)
     memory = PretendedMemory(tmp_path / "memory")
     tight = nodes.add(begin=memory.begin, env=MONITOR)
     ended: list[int] = []
