@@ -136,7 +136,7 @@ MONITOR = {"RAY_memory_usage_threshold": "0.9", "RAY_memory_monitor_refresh_ms":
 
 
 class PretendedMemory:
-    """A folder that stands for the kernel's files of a node that has 100 GiB."""
+    """A folder that stands for the kernel's files of a node that has 4 GiB."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -145,12 +145,12 @@ class PretendedMemory:
             *("unshare", "--mount", "--", "sh", "-c"),
             *('mount --bind "$1" /sys/fs/cgroup && shift && exec "$@"', "sh", str(folder)),
         )
-        self._write("memory.max", str(100 * GIB))
+        self._write("memory.max", str(4 * GIB))
         self._write("memory.stat", "anon 0\ninactive_file 0\nactive_file 0\n")
-        self.use(10)
+        self.use(1.0)
 
-    def use(self, num_gib: int) -> None:
-        self._write("memory.current", str(num_gib * GIB))
+    def use(self, num_gib: float) -> None:
+        self._write("memory.current", str(int(num_gib * GIB)))
 
     def _write(self, name: str, text: str) -> None:
         new = self._folder / f"{name}.new"
@@ -164,9 +164,9 @@ def test_a_worker_that_rays_memory_monitor_ends_is_told_as_lack_of_memory(
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()
-    fields = {"shards": 3, "epochs": None, "max_steps": 24, "workers": {"min": 2, "max": 3}}
+    fields = {"shards": 3, "epochs": None, "max_steps": 300, "workers": {"min": 2, "max": 3}}
     straight = train(make_spec(mode="local", **fields), name="straight", search=[folder])
-    args = {"pause_s": 0.2, "gate": str(gate)}
+    args = {"pause_s": 0.3, "gate": str(gate)}
     spec = make_spec(mode="ddp", args=args, **fields)
     memory = PretendedMemory(tmp_path / "memory")
     tight = nodes.add(begin=memory.begin, env=MONITOR)
@@ -182,10 +182,10 @@ def test_a_worker_that_rays_memory_monitor_ends_is_told_as_lack_of_memory(
 
         with suppress(AssertionError):  # told by what is missing in `ended`
             pid = wait_until(worker, 120, "five steps with a worker on the tight node")
-            memory.use(95)
+            memory.use(3.8)
             wait_until(lambda: not tight.owns(pid), 30, "the memory monitor")
             ended.append(pid)
-        memory.use(10)
+        memory.use(1.0)
         (gate / "fast").touch()
 
     thread = threading.Thread(target=tighten)
