@@ -26,8 +26,7 @@ from samestep.cluster.links import BEGIN, GO, Links
 from samestep.cluster.processes import kill_session, session_of
 from samestep.errors import InputError
 
-HEAD: Final = 1
-HEAD_ADDRESS: Final = "127.0.0.2"
+HEAD: Final = 2
 FIRST_NODE: Final = 11
 MAX_NODES: Final = 200
 START_TIMEOUT_S: Final = 120.0
@@ -84,7 +83,7 @@ class LocalNodes:
         self._env = {**os.environ, **(env or {})}
         self._ended: list[Node] = []
         self.nodes: list[Node] = []
-        host = self._links.address if self._links else HEAD_ADDRESS
+        host = self._links.address if self._links else _address_of(HEAD)
         port = _free_port(host)
         self.address = f"{host}:{port}"
         self.head = self._start(
@@ -115,7 +114,7 @@ class LocalNodes:
         if len(self.nodes) + len(self._ended) >= MAX_NODES:
             raise InputError(f"{MAX_NODES} nodes were started already; there are no more addresses")
         number = FIRST_NODE + len(self.nodes) + len(self._ended)
-        host = self._links.address_of(number) if self._links else f"127.0.0.{number}"
+        host = self._links.address_of(number) if self._links else _address_of(number)
         slots = ("--num-cpus", str(num_cpus))
         node = self._start(number, host, "--address", self.address, *slots, env=env, begin=begin)
         self.nodes.append(node)
@@ -268,6 +267,11 @@ def _disconnect() -> None:
 def _end(node: Node) -> None:
     kill_session(node.process.pid, END_TIMEOUT_S)
     node.process.wait(END_TIMEOUT_S)
+
+
+def _address_of(number: int) -> str:
+    """A loopback address: the nodes of another process of this machine have others."""
+    return f"127.{1 + os.getpid() // 250 % 250}.{os.getpid() % 250}.{number}"
 
 
 def _free_port(host: str) -> int:
