@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +18,13 @@ from hypothesis import settings
 # into the home folder. Tests of authentication set their own values.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+# A part of shared memory that no other run of the tests on this machine writes into.
+MEMORY = "/dev/shm"
+SHARED_MEMORY = Path(
+    tempfile.mkdtemp(prefix="samestep-tests-", dir=MEMORY if os.path.isdir(MEMORY) else None)
+)
+os.environ["SAMESTEP_SHARED_MEMORY"] = str(SHARED_MEMORY)
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("samestep", deadline=None)
@@ -39,9 +49,14 @@ SET_BY_LIBRARIES = frozenset(
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
+def pytest_unconfigure() -> None:
+    """Takes the tests' shared memory away."""
+    shutil.rmtree(SHARED_MEMORY, ignore_errors=True)
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fails a test that leaves environment variables, processes or threads of ours behind.
+    """Fails a test that leaves environment variables, processes, threads or memory of ours behind.
 
     Processes are found as new children of this one, and by a mark in their environment, which
     finds those whose parent has ended as well. What leaked is ended, so that only the test that
@@ -52,11 +67,13 @@ def no_leaks() -> Iterator[None]:
     variables = _variables()
     processes = set(psutil.pids())
     threads = set(threading.enumerate())
+    memory = set(SHARED_MEMORY.iterdir())
     yield
     leaks = [
         *_changed(variables, _variables()),
         *_leaked_threads(threads),
         *_leaked_processes(processes, mark),
+        *_leaked_memory(memory),
     ]
     for name in set(os.environ) - set(variables) - SET_BY_LIBRARIES - {MARK}:
         del os.environ[name]
@@ -91,6 +108,13 @@ def _leaked_threads(before: set[threading.Thread]) -> list[str]:
     for thread in ours:
         thread.join(GRACE_S / len(ours))
     return [f"thread {thread.name}" for thread in ours if thread.is_alive()]
+
+
+def _leaked_memory(before: set[Path]) -> list[str]:
+    left = sorted(set(SHARED_MEMORY.iterdir()) - before)
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return [f"shared memory {path.name}" for path in left]
 
 
 def _leaked_processes(before: set[int], mark: str) -> list[str]:

@@ -24,7 +24,8 @@ from launches import UNWANTED, LaunchError
 from models import MODELS
 from plain_elastic import LOG
 
-from samestep.cluster.drill import Drill, RoundResult
+from samestep.cluster.drill import Drill
+from samestep.cluster.drilled import RoundResult
 from samestep.cluster.strikes import Fault, Strike
 from samestep.exact import numerics
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from samestep import load_spec
-from samestep.cluster.drill import Drill, RoundResult
+from samestep.cluster.drill import Drill
+from samestep.cluster.drilled import RoundResult
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "workloads" / "faulty" / "job.yaml"

@@ -61,6 +61,21 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
     assert 0 < recovery["again_s"] < 60
 
 
+def test_the_process_of_mode_dataparallel_that_dies_is_started_again_with_an_incident(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil, straight: Outcome
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    spec = make_spec(mode="dataparallel", args={"pause_s": 0.1, "gate": str(gate)})
+    pids = struck_at_step_six(gate, wait_until, {signal.SIGKILL: 1}, num_workers=1)
+    outcome = train(spec, name="struck", search=[folder])
+    assert len(pids()) == 1
+    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    [incident] = summarize(Storage.at(outcome.run)).incidents
+    assert (str(incident.kind), incident.attempt) == ("crash", 1)
+    assert incident.message.startswith("the training process was lost: its process died")
+
+
 def test_all_workers_told_to_end_are_a_planned_stop(
     make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil, straight: Outcome
 ) -> None:
@@ -105,18 +120,18 @@ def test_a_run_goes_back_to_the_same_weights_in_every_mode_and_beside_a_crash(
 
 
 def struck_at_step_six(
-    gate: Path, wait_until: WaitUntil, signals: dict[signal.Signals, int]
+    gate: Path, wait_until: WaitUntil, signals: dict[signal.Signals, int], *, num_workers: int = 2
 ) -> Callable[[], list[int]]:
-    """Signals workers once two are at step 6; gives a call that waits for it, and whom it hit."""
+    """Signals workers once all are at step 6; gives a call that waits for it, and whom it hit."""
     hit: list[int] = []
 
     def strike() -> None:
         def pids_at_step() -> list[int] | None:
             names = [name.split("-") for name in os.listdir(gate)]
             pids = [int(pid) for pid, step in names if step == "6"]
-            return pids if len(pids) == 2 else None
+            return pids if len(pids) == num_workers else None
 
-        pids = wait_until(pids_at_step, 90, "two workers at step 6")
+        pids = wait_until(pids_at_step, 90, "all workers at step 6")
         for number, count in signals.items():
             for pid in pids[:count]:
                 os.kill(pid, number)
@@ -205,3 +220,66 @@ def test_a_second_submit_of_a_live_run_follows_it(
     assert first == [second]
     assert said[0].startswith("the run is alive (process")
     assert len(read_past(Storage.at(second.run)).attempts) == 1
+
+
+DYING = '''
+import os
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+from tiny import Tiny
+
+GATE = Path(__file__).parent / "gate"
+
+
+def meets(what):
+    """Whether this process is the one that the next file of this name is meant for."""
+    for path in sorted(GATE.glob(f"{what}-*")):
+        try:
+            path.rename(GATE / f"met-{path.name}")
+        except FileNotFoundError:
+            continue
+        return True
+    return False
+
+
+def dying(what, call):
+    def die_or_call(*args, **options):
+        if "RANK" in os.environ and meets(what):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+
+    return die_or_call
+
+
+dist.init_process_group = dying("forms", dist.init_process_group)
+dist.destroy_process_group = dying("ends", dist.destroy_process_group)
+
+
+class Dying(Tiny):
+    def before_step(self, model, step):
+        super().before_step(model, step)
+        if step == 5 and meets("raises"):
+            (GATE / "forms-2").touch()
+            raise ValueError("once")
+'''
+
+
+def test_a_worker_may_die_while_its_group_forms_and_while_it_is_taken_apart(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, straight: Outcome
+) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    for name in ("forms-1", "raises-1", "ends-1"):
+        (gate / name).touch()
+    spec = make_spec(mode="ddp", workers=2, workload="dying:Dying")
+    outcome = train(spec, name="dying", search=[tmp_path, folder])
+    met = {path.name for path in gate.iterdir()}
+    assert met == {"met-forms-1", "met-raises-1", "met-ends-1", "met-forms-2"}
+    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    found = summarize(Storage.at(outcome.run))
+    assert found.num_redone == 0
+    kinds = [str(incident.kind) for incident in found.incidents]
+    assert (kinds.count("exception"), kinds.count("crash")) == (1, 3)

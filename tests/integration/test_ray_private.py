@@ -25,7 +25,7 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup, WorkerGroupState
-from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2._internal.execution.worker_group.poll import PollTask, WorkerStatus
 from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -185,8 +185,18 @@ def test_exceptions_of_workers_are_told_apart_by_their_cause() -> None:
     assert found[2].message.startswith("worker 2 on b was lost")
     started = ControllerError(WorkerGroupStartupFailedError("no"))
     assert [fault.cause for fault in faults_of(started, {})] == [Cause.START]
+    started.controller_failure.__cause__ = OutOfMemoryError("too much")
+    [fault] = faults_of(started, {})
+    assert (fault.cause, fault.message.endswith("too much")) == (Cause.OUT_OF_MEMORY, True)
     placed = faults_of(ControllerError(PlacementError("no room")), {})
     assert [(fault.cause, fault.exit_status) for fault in placed] == [(Cause.FINAL, 2)]
+
+
+def test_who_has_not_answered_is_known_to_the_group() -> None:
+    assert [field.name for field in fields(PollTask)] == ["start_time", "task"]
+    source = inspect.getsource(WorkerGroup)
+    assert "self._world_rank_to_ongoing_poll: Dict[int, PollTask] = {}" in source
+    assert "start_time = time_monotonic()" in source
 
 
 def test_names_that_we_spell_out_are_rays() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,114 +17,25 @@ import ray
 
 from samestep import JobSpec, Outcome, PlacementError, parse_spec, train
 from samestep.checkpoint.storage import Storage
-from samestep.cluster.environment import TRAIN_ENVIRONMENT, prepare_ray
+from samestep.cluster.environment import TRAIN_ENVIRONMENT
+from samestep.cluster.nodes import LocalNodes, Node, local_nodes, num_alive
 from samestep.exact import numerics
 from samestep.replay.summary import summarize
 from samestep.telemetry.past import read_past
 
 MakeSpec = Callable[..., JobSpec]
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
-HEAD = "127.0.0.2"
-NODES = ("127.0.0.11", "127.0.0.12")
-MORE_NODES = ("127.0.0.13", "127.0.0.14")
 
 pytestmark = pytest.mark.timeout(400)
 
 
-def _free_port(host: str) -> int:
-    """A free port outside of the range that Ray gives to workers."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = int(probe.getsockname()[1])
-        if not 10002 <= port <= 19999:
-            return port
-
-
-def _start(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [str(Path(sys.executable).parent / "ray"), "start", "--block", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-class Nodes:
-    """A head without slots, and nodes of one slot each; this process is a driver on the head."""
-
-    def __init__(self, base: Path) -> None:
-        self._base = base
-        self._port = _free_port(HEAD)
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._join(
-            *("--head", "--node-ip-address", HEAD, "--port", str(self._port), "--num-cpus", "0"),
-            *("--include-dashboard", "false"),
-        )
-
-    @property
-    def address(self) -> str:
-        return f"{HEAD}:{self._port}"
-
-    def add(self, address: str) -> subprocess.Popen[bytes]:
-        return self._join(
-            *("--address", self.address, "--node-ip-address", address),
-            *("--num-cpus", "1"),
-        )
-
-    def connect(self, num_nodes: int) -> None:
-        _connect(self.address, num_nodes)
-
-    def end(self, process: subprocess.Popen[bytes]) -> None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        self._started.remove(process)
-
-    def close(self) -> None:
-        ray.shutdown()
-        for process in reversed(self._started):
-            self.end(process)
-
-    def _join(self, *arguments: str) -> subprocess.Popen[bytes]:
-        # Short: Ray puts sockets below it, whose paths may have 107 characters.
-        folder = self._base / f"r{self._port}{len(self._started)}"
-        process = _start(*arguments, "--temp-dir", str(folder))
-        self._started.append(process)
-        return process
-
-
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    prepare_ray()
-    made = Nodes(tmp_path_factory.getbasetemp().parent)
-    try:
-        for address in NODES:
-            made.add(address)
-        made.connect(3)
-        yield made
-    finally:
-        made.close()
-
-
-def _connect(address: str, num_nodes: int) -> None:
+def nodes() -> Iterator[LocalNodes]:
+    """A head without slots, and two nodes of one slot; this process is a driver on the head."""
     spec = parse_spec({"workload": "tiny:Tiny", "batch_size": 16, "epochs": 1})
     variables = {**numerics.environment(spec), **TRAIN_ENVIRONMENT}
-    deadline, pause = time.monotonic() + 120, threading.Event()
-    while True:
-        try:
-            if not ray.is_initialized():
-                ray.init(
-                    address=address,
-                    _node_ip_address=HEAD,
-                    runtime_env={"env_vars": variables},
-                    logging_level="ERROR",
-                )
-            if sum(node["Alive"] for node in ray.nodes()) == num_nodes:
-                return
-        except (ConnectionError, ValueError, RuntimeError):
-            pass
-        assert time.monotonic() < deadline, "the nodes did not come up"
-        pause.wait(0.2)
+    with local_nodes(2, worker_env=variables) as made:
+        yield made
 
 
 @pytest.mark.usefixtures("nodes")
@@ -148,7 +57,7 @@ def test_a_job_for_many_machines_never_ends_up_on_one_unnoticed(
 
 
 def test_nodes_come_and_go_and_no_step_is_taken_twice(
-    nodes: Nodes, make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
+    nodes: LocalNodes, make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()
@@ -161,7 +70,7 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
         checkpoint={"every_steps": 1000},
         **fields,
     )
-    added: list[subprocess.Popen[bytes]] = []
+    added: list[Node] = []
     sizes: list[int] = []
 
     def settled(num_workers: int) -> bool:
@@ -175,13 +84,13 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
         with suppress(AssertionError):  # told by what is missing in `sizes`
             wait_until(lambda: settled(2), 120, "two workers")
             sizes.append(2)
-            added.extend(nodes.add(address) for address in MORE_NODES)
+            added.extend(nodes.add() for _ in range(2))
             wait_until(lambda: settled(4), 120, "four workers")
             sizes.append(4)
-            _drain(nodes.address, ip=MORE_NODES[0])
+            _drain(nodes.address, added[0])
             wait_until(lambda: settled(2), 60, "two workers again")
             sizes.append(2)
-            nodes.end(added.pop())
+            nodes.kill(added.pop())
         (gate / "fast").touch()
 
     thread = threading.Thread(target=stir)
@@ -189,7 +98,7 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
     outcome = train(spec, name="moved", search=[folder])
     thread.join()
     for node in added:
-        nodes.end(node)
+        nodes.kill(node)
     assert sizes == [2, 4, 2]
     assert (outcome.status, outcome.digest) == ("done", straight.digest)
     found = summarize(Storage.at(outcome.run))
@@ -198,13 +107,109 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
     assert all(r["planned"] for r in found.recoveries[:2])
 
 
-def _drain(address: str, *, ip: str) -> None:
+def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
+    nodes: LocalNodes, write_job: Callable[..., Path], tmp_path: Path
+) -> None:
+    job = write_job(workers={"min": 1, "max": 2}, args={"pause_s": 0.1}, epochs=12)
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("- {fault: kill_recorder, step: 3}\n- {fault: kill_worker, step: 5}\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "samestep", "drill", job, "--faults", faults, "--json"),
+            *("--address", nodes.address),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    calm, struck = json.loads(done.stdout)
+    assert (struck["status"], struck["digest"], struck["same"]) == ("done", calm["digest"], True)
+    assert [one["note"][:4] for one in struck["struck"]] == ["pid "] * 2
+    assert struck["attempts"] == 2
+
+
+GIB = 2**30
+MONITOR = {"RAY_memory_usage_threshold": "0.9", "RAY_memory_monitor_refresh_ms": "100"}
+
+
+class PretendedMemory:
+    """A folder that stands for the kernel's files of a node that has 4 GiB."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        self.begin = (
+            *("unshare", "--mount", "--", "sh", "-c"),
+            *('mount --bind "$1" /sys/fs/cgroup && shift && exec "$@"', "sh", str(folder)),
+        )
+        self._write("memory.max", str(4 * GIB))
+        self._write("memory.stat", "anon 0\ninactive_file 0\nactive_file 0\n")
+        self.use(1.0)
+
+    def use(self, num_gib: float) -> None:
+        self._write("memory.current", str(int(num_gib * GIB)))
+
+    def _write(self, name: str, text: str) -> None:
+        new = self._folder / f"{name}.new"
+        new.write_text(f"{text}\n")
+        new.rename(self._folder / name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to pretend what memory a node has takes root")
+def test_a_worker_that_rays_memory_monitor_ends_is_told_as_lack_of_memory(
+    nodes: LocalNodes, make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    fields = {"shards": 3, "epochs": None, "max_steps": 300, "workers": {"min": 2, "max": 3}}
+    straight = train(make_spec(mode="local", **fields), name="straight", search=[folder])
+    args = {"pause_s": 0.3, "gate": str(gate)}
+    spec = make_spec(mode="ddp", args=args, **fields)
+    memory = PretendedMemory(tmp_path / "memory")
+    tight = nodes.add(begin=memory.begin, env=MONITOR)
+    ended: list[int] = []
+
+    def tighten() -> None:
+        def worker() -> int:
+            run = Storage.at(f"{spec.storage}/tight")
+            past = read_past(run) if run.exists("spec.yaml") else None
+            if past is None or not past.attempts or past.num_steps < 5:
+                return 0
+            return next(filter(tight.owns, past.attempts[-1].fields["pids"]), 0)
+
+        with suppress(AssertionError):  # told by what is missing in `ended`
+            pid = wait_until(worker, 120, "five steps with a worker on the tight node")
+            memory.use(3.8)
+            wait_until(lambda: not tight.owns(pid), 30, "the memory monitor")
+            ended.append(pid)
+        memory.use(1.0)
+        (gate / "fast").touch()
+
+    thread = threading.Thread(target=tighten)
+    thread.start()
+    nodes.wait_for(3, num_alive)
+    outcome = train(spec, name="tight", search=[folder])
+    thread.join()
+    nodes.kill(tight)
+    assert len(ended) == 1
+    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    found = summarize(Storage.at(outcome.run))
+    assert [str(incident.kind) for incident in found.incidents] == ["out_of_memory"]
+    assert "was killed because its node ran out of memory" in found.incidents[0].message
+    assert found.num_redone == 0
+    assert found.recoveries[0]["cause"] == "out_of_memory"
+
+
+def _drain(address: str, node: Node) -> None:
     """Tells Ray that a node will be taken away, as a preemption notice does."""
-    [node] = [node for node in ray.nodes() if node["NodeManagerAddress"] == ip]
+    [known] = [known for known in ray.nodes() if known["NodeManagerAddress"] == node.address]
     subprocess.run(
         [
             *(str(Path(sys.executable).parent / "ray"), "drain-node", "--address", address),
-            *("--node-id", node["NodeID"], "--reason", "DRAIN_NODE_REASON_PREEMPTION"),
+            *("--node-id", known["NodeID"], "--reason", "DRAIN_NODE_REASON_PREEMPTION"),
             *("--reason-message", "the test takes it away", "--deadline-remaining-seconds", "300"),
         ],
         check=True,

@@ -20,7 +20,8 @@ USER = "nobody"
 # What an outer make, a virtual environment or the tests' own settings would pass on.
 NOT_PASSED_ON = {
     *("ARGS", "JOB", "TESTS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHONPATH", "VIRTUAL_ENV"),
-    *("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"),
+    *("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "SAMESTEP_SHARED_MEMORY"),
+    *("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"),
 }
 
 PROGRAMS = "git|make|mkdir|mlflow|prometheus|ray|samestep"

@@ -25,6 +25,9 @@ def test_that_leaves_a_process_whose_parent_has_ended():
 def test_that_leaves_a_thread():
     threading.Thread(target=threading.Event().wait, name="samestep-x", daemon=True).start()
 
+def test_that_leaves_shared_memory():
+    os.mkdir(os.path.join(os.environ["SAMESTEP_SHARED_MEMORY"], "samestep-x"))
+
 def test_that_cleans_up():
     assert "HOME" in os.environ and "SAMESTEP_LEAKED" not in os.environ
     os.environ["SAMESTEP_LEAKED"] = "1"
@@ -53,6 +56,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("leaves_a_child", "sleep 601"),
         ("leaves_a_process_whose_parent_has_ended", "sleep 602"),
         ("leaves_a_thread", "thread samestep-x"),
+        ("leaves_shared_memory", "shared memory samestep-x"),
     ],
 )
 def test_a_test_that_leaks_fails_and_says_what(output: str, test: str, leak: str) -> None:
@@ -62,4 +66,4 @@ def test_a_test_that_leaks_fails_and_says_what(output: str, test: str, leak: str
 
 def test_a_test_that_cleans_up_passes_after_those_that_do_not(output: str) -> None:
     assert "PASSED test_it.py::test_that_cleans_up" in output
-    assert "6 passed, 5 errors" in output
+    assert "7 passed, 6 errors" in output

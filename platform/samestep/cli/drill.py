@@ -6,7 +6,7 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +21,8 @@ from samestep.names import RunState
 from samestep.spec import load_spec, parse_override
 
 if TYPE_CHECKING:
-    from samestep.cluster.drill import RoundResult
+    from samestep.cluster.drilled import RoundResult
+    from samestep.cluster.strikes import Strike
 
 
 @handles_errors
@@ -39,6 +40,14 @@ def drill(
     nodes: Annotated[
         int, typer.Option(min=1, max=16, help="Ray nodes of one slot each, on this machine.")
     ] = 3,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|HOST:PORT",
+            help="Drills on this Ray cluster instead, whose nodes are left alone. Its runs lie, "
+            "and stay, in a folder of the job's storage.",
+        ),
+    ] = None,
     settings: Settings = None,
     folder: Annotated[
         Path | None,
@@ -48,10 +57,11 @@ def drill(
 ) -> None:
     """Run a job once undisturbed and then under faults, and see whether the weights are the same.
 
-    It starts Ray nodes of its own on this machine and ends them. Faults: kill_worker,
-    kill_all_workers, terminate_worker, freeze_worker, kill_recorder, kill_node, drain_node,
-    add_node, kill_driver, stop_driver. Exit statuses: 0 every run ended with the same weights, 1
-    one did not end, 2 bad input, 11 the weights differ.
+    It starts Ray nodes of its own on this machine and ends them, or uses a cluster (--address).
+    Faults: kill_worker, kill_all_workers, terminate_worker, terminate_all_workers, freeze_worker,
+    kill_recorder, kill_driver, stop_driver; on nodes of its own also kill_node, drain_node,
+    cut_node, add_node. Exit statuses: 0 every run ended with the same weights, 1 one did not end, 2
+    bad input, 11 the weights differ.
     """
     from samestep.cluster.drill import Drill
     from samestep.cluster.strikes import parse_faults
@@ -67,15 +77,20 @@ def drill(
             job_folder=job.resolve().parent,
             folder=place,
             num_nodes=nodes,
+            address=address,
             say=lambda line: console.print(escape(line)),
         )
         results = made.run((asked, rounds) if isinstance(asked, int) else [asked] * rounds)
     if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
+        print(json.dumps([asdict(result) for result in results], indent=2, default=_plain))
     else:
         console.print()
         print_whole(_table(results))
     raise typer.Exit(int(_status(results, rounds)))
+
+
+def _plain(strike: Strike) -> dict[str, Any]:
+    return strike.model_dump(mode="json")
 
 
 def _status(results: list[RoundResult], rounds: int) -> ExitStatus:

@@ -5,6 +5,8 @@ For debugging on a single node: no process group, one process, breakpoints work.
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,11 @@ import ray
 
 from samestep.cluster.debugger import Terminal, dial, is_open
 from samestep.cluster.folders import Desk, Folders, at_desk
+from samestep.cluster.judge import Judge
 from samestep.cluster.monitor import POLL_S, Monitor
+from samestep.cluster.notes import Notes
 from samestep.cluster.placement import actor_resources
+from samestep.cluster.ray_private_faults import fault_of_dead
 from samestep.spec import JobSpec, dump_spec, parse_spec
 
 if TYPE_CHECKING:
@@ -101,24 +106,33 @@ def run(
         "terminal": terminal.address,
         "tracked": order.plan.tracking_uri is not None,
     }
-    failure = None
-    for _ in range(spec.faults.retries.infrastructure + 1):
-        remote: Any = ray.remote(Trainer).options(
-            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0)
-        )
-        actor = remote.remote()
-        try:
-            pending = [actor.run.remote(config)]
-            while pending:
-                done, pending = ray.wait(pending, timeout=POLL_S)
-                monitor.pause() if terminal.is_open else monitor.poll()
-            ray.get(done)
-            return None
-        except ray.exceptions.RayTaskError as error:
-            return str(error)
-        except ray.exceptions.RayError as error:
-            failure = f"the training process died: {error}"
-            target.call("say", failure.splitlines()[0])
-        finally:
-            ray.kill(actor)
-    return failure
+    notes = Notes(target)
+    judge = Judge(spec.faults.retries, notes)
+    pause = threading.Event()
+    try:
+        while True:
+            remote: Any = ray.remote(Trainer).options(
+                num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0)
+            )
+            actor = remote.remote()
+            try:
+                pending = [actor.run.remote(config)]
+                while pending:
+                    done, pending = ray.wait(pending, timeout=POLL_S)
+                    monitor.pause() if terminal.is_open else monitor.poll()
+                ray.get(done)
+                return None
+            except ray.exceptions.RayTaskError as error:
+                return str(error)
+            except ray.exceptions.RayError as error:
+                status = target.call("status")
+                fault = fault_of_dead(error, "the training process")
+                step, attempt = int(status["step"]), int(status["attempt"])
+                verdict = judge.decide([replace(fault, step=step, attempt=attempt)], [])
+                if not verdict.retry:
+                    return verdict.message
+                pause.wait(verdict.delay_s)
+            finally:
+                ray.kill(actor)
+    finally:
+        notes.close()

@@ -20,6 +20,7 @@ from samestep.cluster.ray_private_control import Plan
 from samestep.cluster.ray_private_group import MeetingConfig
 from samestep.cluster.rehearsal import Part
 from samestep.cluster.rendezvous import FORM_S, formed_group, limit_group, set_environment
+from samestep.cluster.sockets import open_sockets, silence_ends
 from samestep.errors import AttemptFailedError, PeerLostError, SamestepError
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.spec_incidents import ROLLBACK
@@ -137,6 +138,7 @@ def _attempt(
     from samestep.engine.peers import Peers
     from samestep.telemetry.mlflow_model import model_keeper
 
+    others = open_sockets()
     control = _control_group(spec, group)
     device = ray.train.torch.get_device() if spec.resources.gpu else torch.device("cpu")
     place = Place(
@@ -159,7 +161,8 @@ def _attempt(
         ),
     )
     try:
-        ending = run_attempt(spec, place)
+        with silence_ends(but=others):
+            ending = run_attempt(spec, place)
     except AttemptFailedError as error:
         return AttemptFailedError(str(error), error.details)
     waits = ending in (Ending.PARKED, Ending.ROLLED_BACK)

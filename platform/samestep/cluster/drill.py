@@ -1,127 +1,75 @@
 """A drill: a job once undisturbed, then under faults, and whether the weights are the same.
 
 The driver of each run is a process of its own, as a user's would be; the nodes are several raylets
-on this machine. Strikes are triggered by what the run's ledger says.
+on this machine, or a cluster that is given. Strikes are triggered by what the run's ledger says.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from samestep.checkpoint.storage import Storage
-from samestep.cluster.nodes import LocalNodes, Node, local_nodes, num_alive
-from samestep.cluster.strikes import Fault, Strike, random_strikes
+from samestep.cluster.drilled import Blow, RoundResult, Watched, told
+from samestep.cluster.environment import prepare_ray
+from samestep.cluster.ground import Ground, Member, own_nodes
+from samestep.cluster.strikes import Fault, Strike, random_strikes, refuse_of_nodes
 from samestep.errors import ExitStatus, InputError, SamestepError
-from samestep.names import Env, Event, RunState
+from samestep.names import Env, RunState
 from samestep.spec import JobSpec, dump_spec
+from samestep.spec_training import below
+from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_result
-from samestep.telemetry.records import STEP
-from samestep.telemetry.tail import LedgerTail
+from samestep.telemetry.spool import Spool
 
 POLL_S: Final = 0.02
+REMOTE_POLL_S: Final = 0.5
+"""Between two looks at a ledger in an object store."""
 RUN_TIMEOUT_S: Final = 3600.0
 HANG_TIMEOUT_S: Final = 10.0
 MAX_STARTS: Final = 20
 OUTPUT_SHOWN: Final = 4000
+MAX_LINES: Final = 1000
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Struck:
-    """A fault that struck, and what it cost.
-
-    Attributes:
-        strike: what it was to be.
-        at_step: steps taken when it struck.
-        held_up_s: the longest time between two new steps from then to the next strike.
-        redone: steps taken again from then to the next strike.
-        note: where it could not strike, why.
-    """
-
-    strike: Strike
-    at_step: int
-    held_up_s: float | None
-    redone: int
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundResult:
-    """One run of a drill.
-
-    Attributes:
-        name: of the run.
-        status: as its result says.
-        digest: of its last checkpoint.
-        same: its digest is the undisturbed run's.
-        steps: in the ledger.
-        redone: steps taken again, over all attempts.
-        attempts: how many there were.
-        wall_s: from the first start of its driver to the last end.
-        struck: the faults in order.
-        message: why it failed.
-    """
-
-    name: str
-    status: str
-    digest: str
-    same: bool
-    steps: int
-    redone: int
-    attempts: int
-    wall_s: float
-    struck: tuple[Struck, ...]
-    message: str = ""
-
-
-@dataclass(kw_only=True)
-class _Watched:
-    """What the ledger of the present run has said so far."""
-
-    num_steps: int = 0
-    redone: int = 0
-    attempts: list[dict[str, Any]] = field(default_factory=list)
-    step_times: list[float] = field(default_factory=list)
-    redone_at: list[tuple[float, int]] = field(default_factory=list)
-
-    def take(self, line: dict[str, Any]) -> None:
-        if line["type"] == STEP:
-            self.num_steps = max(self.num_steps, line["step"] + 1)
-            self.step_times.append(line["timing"].get("at_s", line["time"]))
-        elif line["event"] == Event.ATTEMPT_STARTED:
-            self.attempts.append(line["fields"])
-        elif line["event"] == Event.ATTEMPT_ENDED:
-            redone = int(line["fields"].get("redone", 0))
-            self.redone += redone
-            self.redone_at.append((line["time"], redone))
-
-
 class Drill:
-    """Runs a job on local nodes, with and without faults.
+    """Runs a job with and without faults.
 
     Args:
-        spec: the job; where its runs lie, how many workers, and telemetry are set by the drill.
+        spec: the job; how many workers, and telemetry, are set by the drill.
         job_folder: where its workload is looked for.
-        folder: for runs and output; must exist.
-        num_nodes: nodes of one slot each.
+        folder: for output, and for runs on nodes of this machine; must exist.
+        num_nodes: nodes of one slot each, which the drill starts on this machine.
+        address: of a cluster that is used instead; its nodes are left alone, and runs lie in a
+            folder of the job's own storage, which all nodes share.
         say: told what happens.
+
+    Raises:
+        InputError: the job needs more workers than there are nodes.
     """
 
     def __init__(
-        self, spec: JobSpec, *, job_folder: Path, folder: Path, num_nodes: int, say: Say
+        self,
+        spec: JobSpec,
+        *,
+        job_folder: Path,
+        folder: Path,
+        num_nodes: int,
+        address: str | None = None,
+        say: Say,
     ) -> None:
-        if spec.workers.min > num_nodes:
+        if address is None and spec.workers.min > num_nodes:
             raise InputError(
                 f"the job needs at least {spec.workers.min} workers, the drill has {num_nodes} "
                 "nodes of one slot: give it more with --nodes"
@@ -129,9 +77,10 @@ class Drill:
         self._job = folder / "job.yaml"
         self._job_folder = job_folder
         self._folder = folder
-        self._num_nodes = num_nodes
+        self._num_nodes = num_nodes if address is None else None
+        self._address = address
         self.say = say
-        self._spec = _for_drill(spec, folder, num_nodes)
+        self._spec = _for_drill(spec, self._storage(spec), self._num_nodes)
         self._job.write_text(dump_spec(self._spec), encoding="utf-8")
 
     def run(self, rounds: Sequence[Sequence[Strike]] | tuple[int, int]) -> list[RoundResult]:
@@ -139,16 +88,19 @@ class Drill:
 
         Args:
             rounds: the strikes of each; or (seed, number of rounds) for random ones.
+
+        Raises:
+            InputError: a fault is not possible here, or the cluster can't be reached.
         """
-        with local_nodes(self._num_nodes) as nodes:
-            calm = _Round(self, nodes, "calm", ()).run("")
+        with self._ground(rounds) as ground:
+            calm = _Round(self, ground, "calm", ()).run("")
             self.say(told(calm))
             results = [calm]
             if calm.status != RunState.DONE:
                 return results
             for number, strikes in enumerate(self._strikes(rounds, calm.steps)):
-                self._restore(nodes)
-                result = _Round(self, nodes, f"round-{number}", strikes).run(calm.digest)
+                ground.restore()
+                result = _Round(self, ground, f"round-{number}", strikes).run(calm.digest)
                 self.say(told(result))
                 results.append(result)
         return results
@@ -169,10 +121,39 @@ class Drill:
                 start_new_session=True,
             )
 
-    @property
-    def folder(self) -> Path:
-        """Where runs and output lie."""
-        return self._folder
+    def run_of(self, name: str) -> Storage:
+        """The run directory of one of its runs."""
+        return Storage.at(below(self._spec.storage, name))
+
+    def output_of(self, name: str) -> Path:
+        """Where what the drivers of a run print is kept."""
+        return self._folder / f"{name}.log"
+
+    def _storage(self, spec: JobSpec) -> str:
+        if self._address is None:
+            return str(self._folder / "runs")
+        shared = spec.storage if "://" in spec.storage else str(Path(spec.storage).resolve())
+        storage = below(shared, f"drill-{uuid.uuid4().hex[:8]}")
+        self.say(f"the drill's runs lie in {storage}, which all nodes must share; they are kept")
+        return storage
+
+    def _ground(
+        self, rounds: Sequence[Sequence[Strike]] | tuple[int, int]
+    ) -> AbstractContextManager[Ground]:
+        match rounds:
+            case (int(), int()):
+                strikes: list[Strike] = []  # drawn of those that are possible
+            case _:
+                strikes = [strike for each in rounds for strike in each]
+        if self._num_nodes is not None:
+            linked = any(strike.fault is Fault.CUT_NODE for strike in strikes)
+            return own_nodes(self._num_nodes, linked=linked)
+        refuse_of_nodes(strikes)
+        prepare_ray(starts=False)
+        from samestep.cluster.given import given_cluster
+
+        assert self._address is not None
+        return given_cluster(self._address)
 
     def _strikes(
         self, rounds: Sequence[Sequence[Strike]] | tuple[int, int], num_steps: int
@@ -186,30 +167,21 @@ class Drill:
             case _:
                 return [list(strikes) for strikes in rounds]
 
-    def _restore(self, nodes: LocalNodes) -> None:
-        """As many nodes as at the start, for the next round."""
-        while len(nodes.nodes) > self._num_nodes:
-            nodes.kill(nodes.nodes[-1])
-        while len(nodes.nodes) < self._num_nodes:
-            nodes.add()
-        nodes.wait_for(self._num_nodes, num_alive)
-
 
 class _Round:
     """One run, from its first driver to its end."""
 
-    def __init__(
-        self, drill: Drill, nodes: LocalNodes, name: str, strikes: Sequence[Strike]
-    ) -> None:
+    def __init__(self, drill: Drill, ground: Ground, name: str, strikes: Sequence[Strike]) -> None:
         self._drill = drill
-        self._nodes = nodes
+        self._ground = ground
+        self._frozen: list[Member] = []
         self._name = name
         self._due = list(strikes)
-        self._struck: list[tuple[Strike, int, float, str]] = []
-        self._watched = _Watched()
-        self._run = Storage.at(str(drill.folder / "runs" / name))
-        self._tail = LedgerTail(self._run)
-        self._output = drill.folder / f"{name}.log"
+        self._struck: list[Blow] = []
+        self._watched = Watched()
+        self._run = drill.run_of(name)
+        self._spool = Spool(self._run)
+        self._output = drill.output_of(name)
         self._driver: subprocess.Popen[bytes] | None = None
 
     def run(self, calm_digest: str) -> RoundResult:
@@ -223,6 +195,8 @@ class _Round:
             if self._driver is not None and self._driver.poll() is None:
                 self._driver.kill()
                 self._driver.wait()
+            # Whoever was stopped for good could not be ended otherwise.
+            self._ground.signal(self._ground.living(self._frozen), signal.SIGKILL)
         self._watch()
         result = read_result(self._run) or {}
         digest = str(result.get("digest", ""))
@@ -235,26 +209,26 @@ class _Round:
             redone=self._watched.redone,
             attempts=len(self._watched.attempts),
             wall_s=time.monotonic() - started,
-            struck=tuple(self._costs()),
+            struck=tuple(self._watched.costs(self._struck)),
             message=message or str(result.get("message", "")),
         )
 
     def _drive(self, deadline: float) -> None:
         pause = threading.Event()
         for _ in range(MAX_STARTS):
-            self._driver = self._drill.start_driver(self._name, self._output, self._nodes.address)
+            self._driver = self._drill.start_driver(self._name, self._output, self._ground.address)
             num_struck = len(self._struck)
             while self._driver.poll() is None:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"not done within {RUN_TIMEOUT_S:g} s")
                 self._watch()
                 self._strike_what_is_due()
-                pause.wait(POLL_S)
+                pause.wait(POLL_S if self._run.is_local else REMOTE_POLL_S)
             self._watch()
             status = self._driver.returncode
             if status == ExitStatus.DONE:
                 return
-            stopped = any(strike.fault in _ENDS_DRIVER for strike, *_ in self._struck[num_struck:])
+            stopped = any(blow.strike.fault in _ENDS_DRIVER for blow in self._struck[num_struck:])
             if not stopped:
                 raise InputError(
                     f"the driver ended with {status}:\n{self._output_end()}\n(all of it: "
@@ -266,8 +240,10 @@ class _Round:
         return self._output.read_text(errors="replace")[-OUTPUT_SHOWN:]
 
     def _watch(self) -> None:
-        for line in self._tail.new_lines():
-            self._watched.take(line)
+        while lines := self._spool.read(MAX_LINES):
+            self._spool.seek(lines[-1].position)
+            for line in lines:
+                self._watched.take(line.record)
 
     def _strike_what_is_due(self) -> None:
         while self._due and self._watched.num_steps >= self._due[0].step:
@@ -281,7 +257,8 @@ class _Round:
                 f"{self._name}: {strike.fault} at step {self._watched.num_steps}"
                 + (f" ({note})" if note else "")
             )
-            self._struck.append((strike, self._watched.num_steps, at_s, note))
+            blow = Blow(strike=strike, at_step=self._watched.num_steps, at_s=at_s, note=note)
+            self._struck.append(blow)
 
     def _strike(self, strike: Strike) -> str:
         match strike.fault:
@@ -292,59 +269,51 @@ class _Round:
             case Fault.FREEZE_WORKER:
                 return self._signal_worker(strike, signal.SIGSTOP)
             case Fault.KILL_ALL_WORKERS:
-                return _signal(self._workers(), signal.SIGKILL)
+                return self._signal(self._workers(), signal.SIGKILL)
             case Fault.TERMINATE_ALL_WORKERS:
-                return _signal(self._workers(), signal.SIGTERM)
+                return self._signal(self._workers(), signal.SIGTERM)
             case Fault.KILL_RECORDER:
-                pids = [pid for node in self._all_nodes() for pid in node.pids(RECORDER_TITLE)]
-                return _signal(pids, signal.SIGKILL)
-            case Fault.KILL_NODE | Fault.DRAIN_NODE:
-                if len(self._nodes.nodes) < 2:
-                    return "left alone: it is the last node"
-                node = self._nodes.nodes[strike.worker % len(self._nodes.nodes)]
-                (self._nodes.kill if strike.fault is Fault.KILL_NODE else self._nodes.drain)(node)
-                return node.address
-            case Fault.ADD_NODE:
-                return self._nodes.add().address
+                return self._signal(self._recorder(), signal.SIGKILL)
+            case Fault.KILL_NODE | Fault.DRAIN_NODE | Fault.CUT_NODE | Fault.ADD_NODE:
+                return self._ground.strike(strike.fault, strike.worker)
             case Fault.KILL_DRIVER | Fault.STOP_DRIVER:
                 assert self._driver is not None
                 kills = strike.fault is Fault.KILL_DRIVER
-                return _signal([self._driver.pid], signal.SIGKILL if kills else signal.SIGTERM)
+                self._driver.send_signal(signal.SIGKILL if kills else signal.SIGTERM)
+                return f"pid {self._driver.pid}"
 
     def _signal_worker(self, strike: Strike, number: signal.Signals) -> str:
-        pids = self._workers()
-        return _signal([pids[strike.worker % len(pids)]], number)
+        members = self._workers()
+        member = members[strike.worker % len(members)]
+        if number is signal.SIGSTOP:
+            self._frozen.append(member)
+        return self._signal([member], number)
 
-    def _workers(self) -> list[int]:
+    def _signal(self, members: Sequence[Member], number: signal.Signals) -> str:
+        """Sends it to all; tells to whom."""
+        gone = [member.pid for member in self._ground.signal(members, number)]
+        told_pids = ", ".join(str(member.pid) for member in members) or "nobody was there"
+        return f"pid {told_pids}" + (f"; gone before: {gone}" if gone else "")
+
+    def _workers(self) -> list[Member]:
         """Living workers of the present attempt, by world rank."""
         if not self._watched.attempts:
             return []
-        pids = [int(pid) for pid in self._watched.attempts[-1].get("pids", [])]
-        return [pid for pid in pids if any(node.owns(pid) for node in self._all_nodes())]
+        fields = self._watched.attempts[-1]
+        members = [
+            Member(host=str(host), pid=int(pid))
+            for host, pid in zip(fields["hosts"], fields["pids"], strict=True)
+        ]
+        return self._ground.living(members)
 
-    def _all_nodes(self) -> list[Node]:
-        return [*self._nodes.nodes, self._nodes.head]
-
-    def _costs(self) -> list[Struck]:
-        times = sorted(self._watched.step_times)
-        found = []
-        for number, (strike, at_step, at_s, note) in enumerate(self._struck):
-            rest = self._struck[number + 1 :]
-            until = rest[0][2] if rest else float("inf")
-            gaps = [b - a for a, b in itertools.pairwise(times) if at_s < b <= until]
-            found.append(
-                Struck(
-                    strike=strike,
-                    at_step=at_step,
-                    held_up_s=max(gaps) if gaps else None,
-                    redone=sum(n for t, n in self._watched.redone_at if at_s < t <= until),
-                    note=note,
-                )
-            )
-        return found
+    def _recorder(self) -> list[Member]:
+        """The process that writes the run, unless it is gone."""
+        present = leases.holder(self._run)
+        if present is None or present.released:
+            return []
+        return self._ground.living([Member(host=present.host, pid=present.pid)])
 
 
-RECORDER_TITLE: Final = "ray::RecorderHost"
 _NEEDS_WORKERS: Final = (
     Fault.KILL_WORKER,
     Fault.KILL_ALL_WORKERS,
@@ -355,21 +324,12 @@ _NEEDS_WORKERS: Final = (
 _ENDS_DRIVER: Final = (Fault.KILL_DRIVER, Fault.STOP_DRIVER, Fault.TERMINATE_ALL_WORKERS)
 
 
-def told(result: RoundResult) -> str:
-    """A round in a line."""
-    return (
-        f"{result.name}: {result.status}, {result.steps} steps, {result.attempts} attempts, "
-        f"{result.redone} redone, {result.wall_s:.1f} s, {result.digest[:12]}"
-        + (f": {result.message}" if result.message else "")
-    )
-
-
-def _for_drill(spec: JobSpec, folder: Path, num_nodes: int) -> JobSpec:
+def _for_drill(spec: JobSpec, storage: str, num_nodes: int | None) -> JobSpec:
     """The job with what a drill decides; nothing of it affects bits."""
-    most = min(spec.workers.max, num_nodes, spec.shards)
+    most = min(spec.workers.max, spec.shards, num_nodes or spec.workers.max)
     return spec.model_copy(
         update={
-            "storage": str(folder / "runs"),
+            "storage": storage,
             "workers": spec.workers.model_copy(update={"max": max(spec.workers.min, most)}),
             "tracking": spec.tracking.model_copy(update={"enabled": False}),
             "metrics": spec.metrics.model_copy(update={"enabled": False}),
@@ -378,15 +338,3 @@ def _for_drill(spec: JobSpec, folder: Path, num_nodes: int) -> JobSpec:
             ),
         }
     )
-
-
-def _signal(pids: Sequence[int], number: signal.Signals) -> str:
-    """Sends it to all; tells to whom."""
-    gone = []
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            gone.append(pid)
-    told_pids = ", ".join(str(pid) for pid in pids) or "nobody was there"
-    return f"pid {told_pids}" + (f"; gone before: {gone}" if gone else "")

@@ -21,14 +21,17 @@ TRAIN_ENVIRONMENT: Final = {
 }
 
 
-def prepare_ray() -> None:
+def prepare_ray(*, starts: bool = True) -> None:
     """Sets what Ray must find when it is imported.
 
     A cluster that we start ourselves gets a token that lives as long as it does. Where Ray is
     already loaded, it has chosen for itself and is left alone.
+
+    Args:
+        starts: a cluster may be started; False: one that is given is used.
     """
     os.environ.update(TRAIN_ENVIRONMENT)
-    if "ray" in sys.modules or os.environ.get(Env.RAY_ADDRESS):
+    if not starts or "ray" in sys.modules or os.environ.get(Env.RAY_ADDRESS):
         return
     os.environ.setdefault(Env.RAY_AUTH_MODE, "token")
     if os.environ[Env.RAY_AUTH_MODE] == "token":

@@ -1,7 +1,7 @@
-"""Several Ray nodes on this machine: one `ray start` each, on loopback addresses of their own.
+"""Several Ray nodes on this machine: one `ray start` each, with addresses of their own.
 
-For drills and tests. Needs no root and no container; each node is a session of processes, ended
-by its id and by nothing else.
+For drills and tests. Needs no container, and no root unless links are to be cut; each node is a
+session of processes, ended by its id and by nothing else.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from samestep.cluster.environment import prepare_ray
+from samestep.cluster.links import BEGIN, GO, Links
+from samestep.cluster.processes import kill_session, session_of
 from samestep.errors import InputError
 
-HEAD_ADDRESS: Final = "127.0.0.2"
+HEAD: Final = 2
 FIRST_NODE: Final = 11
 MAX_NODES: Final = 200
 START_TIMEOUT_S: Final = 120.0
@@ -49,24 +50,18 @@ class Node:
     """A node: what `ray start` started, in a session of its own.
 
     Attributes:
-        address: its loopback address; Ray's name for it.
+        number: of this machine's nodes.
+        address: Ray's name for it.
         process: `ray start --block`; its pid is the id of the session.
     """
 
+    number: int
     address: str
     process: subprocess.Popen[bytes]
 
-    def pids(self, title: str) -> list[int]:
-        """Living processes of this node whose command line begins so, such as `ray::Recorder`."""
-        return [
-            pid
-            for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
-            if _session(pid) == self.process.pid and _command(pid).startswith(title)
-        ]
-
     def owns(self, pid: int) -> bool:
         """Whether a process runs on this node."""
-        return _session(pid) == self.process.pid
+        return session_of(pid) == self.process.pid
 
 
 class LocalNodes:
@@ -74,32 +69,54 @@ class LocalNodes:
 
     Args:
         env: variables that all nodes get besides this process's.
+        linked: each node has a network of its own, whose link can be cut; needs root.
+
+    Raises:
+        InputError: no links can be made.
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, *, linked: bool = False) -> None:
         prepare_ray()
+        self._links = Links() if linked else None
         # Short: Ray puts sockets below it, whose paths may have 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="samestep-"))
         self._env = {**os.environ, **(env or {})}
         self._ended: list[Node] = []
         self.nodes: list[Node] = []
-        port = _free_port()
-        self.address = f"{HEAD_ADDRESS}:{port}"
+        host = self._links.address if self._links else _address_of(HEAD)
+        port = _free_port(host)
+        self.address = f"{host}:{port}"
         self.head = self._start(
-            HEAD_ADDRESS,
+            HEAD,
+            host,
             *("--head", "--port", str(port), "--num-cpus", "0"),
             *("--include-dashboard", "false"),
             env=HEALTH_CHECKS,
         )
 
-    def add(self, num_cpus: int = 1) -> Node:
-        """Starts a node; `wait_for` waits until Ray has it."""
+    def add(
+        self,
+        num_cpus: int = 1,
+        *,
+        env: Mapping[str, str] | None = None,
+        begin: Sequence[str] = (),
+    ) -> Node:
+        """Starts a node; `wait_for` waits until Ray has it.
+
+        Args:
+            num_cpus: its slots.
+            env: further variables of this node alone.
+            begin: a command that takes the node's own command as its last arguments.
+
+        Raises:
+            InputError: there are too many.
+        """
         if len(self.nodes) + len(self._ended) >= MAX_NODES:
             raise InputError(f"{MAX_NODES} nodes were started already; there are no more addresses")
         number = FIRST_NODE + len(self.nodes) + len(self._ended)
-        node = self._start(
-            f"127.0.0.{number}", "--address", self.address, "--num-cpus", str(num_cpus)
-        )
+        host = self._links.address_of(number) if self._links else _address_of(number)
+        slots = ("--num-cpus", str(num_cpus))
+        node = self._start(number, host, "--address", self.address, *slots, env=env, begin=begin)
         self.nodes.append(node)
         return node
 
@@ -107,13 +124,20 @@ class LocalNodes:
         """SIGKILL to the node and all that runs on it, at once."""
         self.nodes.remove(node)
         self._ended.append(node)
-        _kill_session(node)
+        _end(node)
 
     def drain(self, node: Node) -> None:
         """SIGTERM: Ray takes the node out; what it still does is ended by `close`."""
         self.nodes.remove(node)
         self._ended.append(node)
         node.process.terminate()
+
+    def cut(self, node: Node) -> None:
+        """Cuts the node's link: it lives on, and nobody reaches it any more."""
+        assert self._links is not None, "these nodes have no links"
+        self.nodes.remove(node)
+        self._ended.append(node)
+        self._links.cut(node.number)
 
     def wait_for(self, num_nodes: int, alive: Callable[[], int]) -> None:
         """Waits until Ray has so many nodes besides the head, as `alive` counts them.
@@ -133,37 +157,68 @@ class LocalNodes:
     def close(self) -> None:
         """Ends all nodes, the head last, and removes their files."""
         for node in [*self._ended, *self.nodes, self.head]:
-            _kill_session(node)
+            _end(node)
         self.nodes, self._ended = [], []
+        if self._links:
+            self._links.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, address: str, *arguments: str, env: Mapping[str, str] | None = None) -> Node:
-        folder = self._folder / address.rpartition(".")[2]
+    def _start(
+        self,
+        number: int,
+        address: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        begin: Sequence[str] = (),
+    ) -> Node:
+        folder = self._folder / str(number)
         folder.mkdir()
+        links = self._links if number != HEAD else None  # the head has this process's own network
+        command = [
+            *(BEGIN if links else ()),
+            *begin,
+            *(str(Path(sys.executable).with_name("ray")), "start", "--block"),
+            *("--node-ip-address", address, "--temp-dir", str(folder)),
+            *("--object-store-memory", str(OBJECT_STORE_BYTES), *arguments),
+        ]
         with (folder / "start.log").open("wb") as log:
             process = subprocess.Popen(
-                [
-                    *(str(Path(sys.executable).with_name("ray")), "start", "--block"),
-                    *("--node-ip-address", address, "--temp-dir", str(folder)),
-                    *("--object-store-memory", str(OBJECT_STORE_BYTES), *arguments),
-                ],
-                env={**self._env, **(env or {})},
-                stdin=subprocess.DEVNULL,
+                command,
+                env={**self._env, **(links.environment if links else {}), **(env or {})},
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Node(address=address, process=process)
+        if links:
+            links.tie(number, process.pid)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # one that has ended is missed later
+            process.stdin.write(GO)
+        return Node(number=number, address=address, process=process)
 
 
 @contextmanager
-def local_nodes(num_nodes: int, *, env: Mapping[str, str] | None = None) -> Iterator[LocalNodes]:
-    """A head and so many nodes of one slot; this process is connected to them meanwhile."""
-    nodes = LocalNodes(env)
+def local_nodes(
+    num_nodes: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    linked: bool = False,
+    worker_env: Mapping[str, str] | None = None,
+) -> Iterator[LocalNodes]:
+    """A head and so many nodes of one slot; this process is connected to them meanwhile.
+
+    Args:
+        num_nodes: besides the head.
+        env: variables that all nodes get besides this process's.
+        linked: their links can be cut; needs root.
+        worker_env: variables of what this process runs there.
+    """
+    nodes = LocalNodes(env, linked=linked)
     try:
         for _ in range(num_nodes):
             nodes.add()
-        _connect(nodes)
+        _connect(nodes, worker_env or {})
         nodes.wait_for(num_nodes, num_alive)
         yield nodes
     finally:
@@ -178,7 +233,7 @@ def num_alive() -> int:
     return sum(1 for node in ray.nodes() if node["Alive"]) - 1
 
 
-def _connect(nodes: LocalNodes) -> None:
+def _connect(nodes: LocalNodes, worker_env: Mapping[str, str]) -> None:
     import ray
 
     from samestep.cluster.ray_private import own_address
@@ -188,7 +243,11 @@ def _connect(nodes: LocalNodes) -> None:
         try:
             options: dict[str, Any] = own_address(nodes.address)
             ray.init(
-                address=nodes.address, log_to_driver=False, logging_level=logging.ERROR, **options
+                address=nodes.address,
+                runtime_env={"env_vars": dict(worker_env)},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **options,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             if time.monotonic() > deadline or nodes.head.process.poll() is not None:
@@ -205,47 +264,20 @@ def _disconnect() -> None:
     ray.shutdown()
 
 
-def _kill_session(node: Node) -> None:
-    """Ends every process of the node's session, those in process groups of their own too."""
-    deadline, pause = time.monotonic() + END_TIMEOUT_S, threading.Event()
-    while True:
-        pids = [p for p in map(int, filter(str.isdecimal, os.listdir("/proc"))) if node.owns(p)]
-        node.process.poll()
-        alive = [pid for pid in pids if _state(pid) != "Z"]
-        if not alive or time.monotonic() > deadline:
-            break
-        for pid in alive:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        pause.wait(0.02)
+def _end(node: Node) -> None:
+    kill_session(node.process.pid, END_TIMEOUT_S)
     node.process.wait(END_TIMEOUT_S)
 
 
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except (ProcessLookupError, PermissionError):
-        return -1
+def _address_of(number: int) -> str:
+    """A loopback address: the nodes of another process of this machine have others."""
+    return f"127.{1 + os.getpid() // 250 % 250}.{os.getpid() % 250}.{number}"
 
 
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "Z"
-
-
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     while True:
         with socket.socket() as probe:
-            probe.bind((HEAD_ADDRESS, 0))
+            probe.bind((host, 0))
             port = int(probe.getsockname()[1])
         if port not in WORKER_PORTS:
             return port

@@ -55,7 +55,9 @@ def settle_mode(spec: JobSpec, session: Session, *, no_fallback: bool) -> tuple[
             Mode.DATAPARALLEL,
             f"a single node with {slots} slot(s): falling back to dataparallel",
         )
-    if slots >= spec.workers.min and _has_room(spec, [worker_resources(spec)] * spec.workers.min):
+    # Where nothing else may be done it is asked for in any case: an autoscaler may make the room.
+    is_possible = slots >= spec.workers.min or not may_fall_back
+    if is_possible and _has_room(spec, [worker_resources(spec)] * spec.workers.min):
         return Mode.DDP, ""
     what = (
         f"no room for {spec.workers.min} workers of {worker_resources(spec)} within "

@@ -22,6 +22,7 @@ from ray.train.v2._internal.constants import (
     get_env_vars_to_propagate,
 )
 
+from samestep.cluster.links import NETWORK
 from samestep.cluster.ray_private_control import Plan, run_controller
 
 WORKER_ACTORS: Final = ("SteadyWorker", "Trainer")
@@ -64,15 +65,16 @@ class ElasticTorchTrainer(TorchTrainer):
 def own_address(cluster: str) -> dict[str, Any]:
     """Arguments of `ray.init` that say which node this process is on.
 
-    Needed where several nodes share a machine: Ray looks for a node that has the machine's own
-    address, and there each has a loopback address.
+    Needed where several nodes share a machine (`nodes`): Ray looks for a node that has the
+    machine's own address, and there each has another.
 
     Args:
         cluster: "host:port" of the head.
     """
     host = cluster.rpartition(":")[0]
     is_loopback = host.startswith("127.") and host != "127.0.0.1"
-    return {"_node_ip_address": host} if is_loopback else {}
+    is_of_nodes = is_loopback or host.startswith(f"{NETWORK}.")
+    return {"_node_ip_address": host} if is_of_nodes else {}
 
 
 @contextmanager

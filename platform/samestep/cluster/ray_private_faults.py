@@ -40,12 +40,41 @@ def fault_of(error: BaseException, world_rank: int, host: str) -> Fault:
     if isinstance(error, AttemptFailedError):
         return _of_attempt(error)
     if isinstance(error, WorkerHealthCheckFailedError):
-        return _of_dead(error.health_check_failure, world_rank, host, where)
+        return fault_of_dead(error.health_check_failure, where, world_rank=world_rank, host=host)
     cause, what = Cause.USER, f"{type(error).__name__}: {error}"
     if isinstance(error, WorkerHealthCheckTimeoutError):
         cause, what = Cause.HANG, f"{where} does not answer: {error}"
     return Fault(
         cause=cause, message=what, kind=type(error).__name__, world_rank=world_rank, host=host
+    )
+
+
+def fault_of_dead(
+    error: Exception, where: str, *, world_rank: int | None = None, host: str = ""
+) -> Fault:
+    """What ended a process, by what Ray told instead of its answer.
+
+    Args:
+        error: of Ray.
+        where: the process, for the message.
+        world_rank: of its worker, if it is one of several.
+        host: its node.
+    """
+    if isinstance(error, OutOfMemoryError):
+        cause = Cause.OUT_OF_MEMORY
+        message = (
+            f"{where} was killed because its node ran out of memory: give the job more shards "
+            f"(smaller ones; it changes the bits), fewer workers per node, or more memory\n"
+            f"{_short(error)}"
+        )
+    elif isinstance(error, RayActorError):
+        cause = Cause.CRASH
+        message = f"{where} was lost: its process died, or its node did\n{_short(error)}"
+    else:
+        cause = Cause.CRASH
+        message = f"{where} failed: {type(error).__name__}: {error}"
+    return Fault(
+        cause=cause, message=message, kind=type(error).__name__, world_rank=world_rank, host=host
     )
 
 
@@ -82,32 +111,6 @@ def _of_attempt(error: AttemptFailedError) -> Fault:
     )
 
 
-def _of_dead(error: Exception, world_rank: int, host: str, where: str) -> Fault:
-    if isinstance(error, OutOfMemoryError):
-        return Fault(
-            cause=Cause.OUT_OF_MEMORY,
-            message=(
-                f"{where} was killed because its node ran out of memory: give the job more shards "
-                f"(smaller ones; it changes the bits), fewer workers per node, or more memory\n"
-                f"{_short(error)}"
-            ),
-            kind=type(error).__name__,
-            world_rank=world_rank,
-            host=host,
-        )
-    if isinstance(error, RayActorError):
-        message = f"{where} was lost: its process died, or its node did\n{_short(error)}"
-    else:
-        message = f"{where} failed: {type(error).__name__}: {error}"
-    return Fault(
-        cause=Cause.CRASH,
-        message=message,
-        kind=type(error).__name__,
-        world_rank=world_rank,
-        host=host,
-    )
-
-
 def _of_controller(error: BaseException) -> Fault:
     kind = type(error).__name__
     if isinstance(error, PlacementError):
@@ -117,6 +120,8 @@ def _of_controller(error: BaseException) -> Fault:
             kind=kind,
             exit_status=int(ExitStatus.BAD_INPUT),
         )
+    if isinstance(error.__cause__, OutOfMemoryError):
+        return fault_of_dead(error.__cause__, "a worker that was to start")
     if isinstance(error, WorkerGroupStartupFailedError | RayActorError):
         return Fault(cause=Cause.START, message=f"the group did not start: {error}", kind=kind)
     return Fault(cause=Cause.INTERNAL, message=f"{kind}: {error}", kind=kind)

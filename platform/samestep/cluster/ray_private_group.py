@@ -196,13 +196,17 @@ class SteadyGroup(WorkerGroup):
             callback.before_worker_group_shutdown(self)
         left = self._leaving()
         patience_s = SETTLE_S if self.is_last else FIRST_SETTLED_S
-        pending = {}
         for hand in self.members:
             if hand.is_dead():
                 self._crew.drop(hand)
-            else:
-                pending[hand.actor.settle.remote(patience_s)] = hand
-        for hand in self._unsettled(pending, patience_s):
+        alive = [hand for hand in self.members if not hand.is_dead()]
+        silent = self._silent()
+        if len(silent) == len(alive):  # one of them may hold the only whole state
+            silent = []
+        pending = {
+            hand.actor.settle.remote(patience_s): hand for hand in alive if hand not in silent
+        }
+        for hand in [*silent, *self._unsettled(pending, patience_s)]:
             self._crew.drop(hand)
             if not self._is_reachable(hand.node_id):
                 logger.warning("a worker on node %s can't be ended: keeping away", hand.node_id)
@@ -231,6 +235,16 @@ class SteadyGroup(WorkerGroup):
                 elif not any_settled:
                     any_settled, end = True, min(end, time.monotonic() + SETTLE_S)
         return [*bad, *pending.values()]
+
+    def _silent(self) -> list[RayHand]:
+        """Those who have not answered for as long as others may take to end the attempt."""
+        workers, now = self.get_workers(), time.monotonic()
+        hands = [
+            self._hands[workers[world_rank].actor]
+            for world_rank, poll in self._world_rank_to_ongoing_poll.items()
+            if now - poll.start_time > SETTLE_S
+        ]
+        return [hand for hand in hands if not hand.is_dead()]
 
     def _is_reachable(self, node_id: str) -> bool:
         """Whether a node answers: it hangs together with others of its processes, or is cut off."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.cluster import process
+from samestep.cluster.sockets import open_sockets, silence_ends
 from samestep.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def formed_group(
     if dist.is_initialized():  # of an attempt whose end failed
         dist.destroy_process_group()
     place = process.meeting()
+    others = open_sockets()
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             place["address"],
@@ -81,7 +83,8 @@ def formed_group(
     try:
         world = dist.distributed_c10d._get_default_group()
         limit_group(world, timeout_s)
-        yield world
+        with silence_ends(but=others):
+            yield world
     finally:
         del store
         if dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import random
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ class Fault(StrEnum):
     KILL_RECORDER = "kill_recorder"
     KILL_NODE = "kill_node"
     DRAIN_NODE = "drain_node"
+    CUT_NODE = "cut_node"
     ADD_NODE = "add_node"
     KILL_DRIVER = "kill_driver"
     STOP_DRIVER = "stop_driver"
@@ -44,11 +46,14 @@ MEANING: Final = {
     Fault.KILL_RECORDER: "SIGKILL to the run's recorder",
     Fault.KILL_NODE: "SIGKILL to a node and all that runs on it",
     Fault.DRAIN_NODE: "SIGTERM to a node",
+    Fault.CUT_NODE: "the link to a node is cut, for good; needs root",
     Fault.ADD_NODE: "a new node joins",
     Fault.KILL_DRIVER: "SIGKILL to the driver, which is then started again",
     Fault.STOP_DRIVER: "SIGTERM to the driver, which is then started again",
 }
-TAKES_NODE: Final = (Fault.KILL_NODE, Fault.DRAIN_NODE)
+TAKES_NODE: Final = (Fault.KILL_NODE, Fault.DRAIN_NODE, Fault.CUT_NODE)
+OF_NODES: Final = (*TAKES_NODE, Fault.ADD_NODE)
+"""What strikes nodes: they must be the drill's own."""
 
 
 class Strike(Part):
@@ -77,7 +82,9 @@ def read_strikes(path: Path | str) -> list[Strike]:
     return sorted((_strike(item, f"{path}, item {n}") for n, item in enumerate(data)), key=_at)
 
 
-def random_strikes(seed: int, number: int, *, num_steps: int, num_nodes: int) -> list[Strike]:
+def random_strikes(
+    seed: int, number: int, *, num_steps: int, num_nodes: int | None
+) -> list[Strike]:
     """One to three strikes for one round: a function of seed, round, steps and nodes alone.
 
     There is always a node left: one that is killed or drained is followed by one that joins.
@@ -86,17 +93,21 @@ def random_strikes(seed: int, number: int, *, num_steps: int, num_nodes: int) ->
         seed: of the drill.
         number: of the round, from 0.
         num_steps: that the run takes; all strikes fall between 10 % and 80 % of them.
-        num_nodes: that the cluster has at the start of a round.
+        num_nodes: that the cluster has at the start of a round; None: it is not the drill's own,
+            and no node is struck.
     """
     draw = random.Random(f"{seed}/{number}")
     first, last = max(1, num_steps // 10), max(2, num_steps * 8 // 10)
     places = draw.sample(range(first, last + 1), k=min(MAX_RANDOM_STRIKES, last + 1 - first))
     steps = sorted(places[: draw.randint(1, len(places))])
+    unwanted = OF_NODES if num_nodes is None else (Fault.CUT_NODE,)  # not everybody is root
+    among = [fault for fault in Fault if fault not in unwanted]
     strikes: list[Strike] = []
-    nodes_left = num_nodes
+    nodes_left = num_nodes or 0
     for step in steps:
-        allowed = [f for f in Fault if nodes_left > 1 or f not in TAKES_NODE]
-        fault = Fault.ADD_NODE if nodes_left < num_nodes else draw.choice(allowed)
+        allowed = [f for f in among if nodes_left > 1 or f not in TAKES_NODE]
+        must_join = num_nodes is not None and nodes_left < num_nodes
+        fault = Fault.ADD_NODE if must_join else draw.choice(allowed)
         nodes_left += (fault is Fault.ADD_NODE) - (fault in TAKES_NODE)
         strikes.append(Strike(fault=fault, step=step, worker=draw.randrange(16)))
     return strikes
@@ -114,6 +125,22 @@ def parse_faults(text: str) -> int | list[Strike]:
             raise SpecError(f"--faults {text}: random: takes a number of 0 or more, got {seed!r}")
         return int(seed)
     return read_strikes(text)
+
+
+def refuse_of_nodes(strikes: Sequence[Strike]) -> None:
+    """For a drill on a cluster that is given: its nodes are left alone.
+
+    Raises:
+        SpecError: a fault strikes nodes.
+    """
+    wrong = sorted({str(strike.fault) for strike in strikes if strike.fault in OF_NODES})
+    if wrong:
+        possible = ", ".join(fault for fault in Fault if fault not in OF_NODES)
+        raise SpecError(
+            f"{', '.join(wrong)} can't strike a cluster that is given, whose nodes are not the "
+            f"drill's own; possible there: {possible}. Without --address the drill starts nodes "
+            "that it may strike"
+        )
 
 
 def _strike(item: Any, where: str) -> Strike:

@@ -16,7 +16,7 @@ from samestep.spec import JobSpec
 from samestep.telemetry.batch import Batch
 from samestep.telemetry.board import Board
 from samestep.telemetry.ledger import LedgerWriter
-from samestep.telemetry.past import Past, read_past
+from samestep.telemetry.past import Attempt, Past, read_past
 from samestep.telemetry.records import TOLERANCE, EventRecord, StepRecord
 from samestep.telemetry.redo import Position, Redo
 
@@ -74,12 +74,19 @@ class Intake:
         self.returned = True
         self._go_on(self.past)
 
-    def begin(self, past: Past, attempt: int, *, start_step: int, values_id: str) -> None:
-        """Goes over to a new attempt; `past` was read before its start was logged."""
+    def known(self) -> Past:
+        """The sum of the ledger as it is now; grows with it."""
+        if self._dirty:
+            self.past = read_past(self._run)
+        self.past.find_last_step(self._run)
+        return self.past
+
+    def begin(self, attempt: int, *, start_step: int, values_id: str) -> None:
+        """Goes over to a new attempt, whose start is logged next; before it, `known` was asked."""
         self.attempt = attempt
         self.open, self.returned, self._dirty = True, False, False
         self._acknowledged, self._written, self._evaluated = {}, {}, -1
-        self._enter(past, start_step, values_id)
+        self._enter(self.past.attempts, start_step, values_id)
 
     def end(self, fields: Mapping[str, Any]) -> None:
         """Logs the end of the present attempt, unless it has one."""
@@ -145,12 +152,15 @@ class Intake:
         except BaseException:
             self._dirty = True
             raise
+        for line in lines:
+            self.past.take(line)
 
     def _refresh(self) -> None:
         """After a failed write nobody knows what reached the ledger: reads it again."""
         if self._dirty:
             num_redone, attempt_open = self.num_redone, self.open
-            self._go_on(read_past(self._run))
+            self.past = read_past(self._run)
+            self._go_on(self.past)
             self.num_redone, self.open = num_redone, attempt_open
 
     def _go_on(self, past: Past) -> None:
@@ -165,22 +175,22 @@ class Intake:
         evaluation = past.last_events.get(Event.EVALUATION)
         is_own = evaluation is not None and evaluation.attempt == self.attempt
         self._evaluated = evaluation.step if evaluation is not None and is_own else -1
-        before = replace(past, attempts=past.attempts[:-1])
-        self._enter(before, last.start_step if last else 0, last.values_id if last else "")
+        start_step, values_id = (last.start_step, last.values_id) if last else (0, "")
+        self._enter(past.attempts[:-1], start_step, values_id)
         # Steps that were taken again without being written left no trace: any of them may be next.
         low = last.next_step if last else 0
         self._position = replace(self._position, low=low, high=max(low, past.num_steps))
 
-    def _enter(self, past: Past, start_step: int, values_id: str) -> None:
+    def _enter(self, before: Sequence[Attempt], start_step: int, values_id: str) -> None:
         self._redo = Redo(
             checked=self._spec.reduction == "exact",
             values_id=values_id,
             tolerance=TOLERANCE[self._spec.precision],
         )
-        self.start_step = start_step
-        self.num_due_again = max(0, past.num_steps - start_step)
-        self._redo.load(self._run, start_step=start_step, values_ids=past.values_ids())
+        self.start_step, num_steps = start_step, self.past.num_steps
+        self.num_due_again = max(0, num_steps - start_step)
+        self._redo.load(self._run, start_step=start_step, attempts=before)
         self._position = Position(
-            start_step=start_step, low=start_step, high=start_step, num_known=past.num_steps
+            start_step=start_step, low=start_step, high=start_step, num_known=num_steps
         )
         self.num_redone = 0

@@ -140,7 +140,7 @@ def lines_around(run: Storage, incident_id: str, *, from_step: int) -> list[dict
     found: list[dict[str, Any]] = []
     stay: int | None = None
     is_before = False
-    for line in _from_the_end(run):
+    for line in from_the_end(run):
         left = stays_after(line)
         if left is not None and not is_before:
             found.clear()
@@ -161,16 +161,20 @@ def _is_of(line: Mapping[str, Any], incident_id: str) -> bool:
     return is_one and bool(line["fields"].get("id") == incident_id)
 
 
-def _from_the_end(run: Storage) -> Iterator[dict[str, Any]]:
-    """The lines that are whole, the last one first."""
+def from_the_end(run: Storage) -> Iterator[dict[str, Any]]:
+    """The lines that are whole, the last one first: for looking at the end of a long ledger."""
     for name in reversed(segments(run)):
-        for text in reversed(run.read(name).splitlines()):
+        content = run.read(name)
+        end = content.rfind(b"\n") + 1
+        while end > 0:
+            start = content.rfind(b"\n", 0, end - 1) + 1
             try:
-                line = json.loads(text)
+                line = json.loads(content[start:end])
             except ValueError:
-                continue
+                line = {}
             if line.get("type") in KINDS and not malformed(line):
                 yield line
+            end = start
 
 
 def stays_after(line: Mapping[str, Any]) -> int | None:

@@ -30,7 +30,6 @@ from samestep.telemetry.commits import Commits
 from samestep.telemetry.incident_log import IncidentLog
 from samestep.telemetry.intake import Intake
 from samestep.telemetry.outlet import CLOSE_S, DRAIN_S, FAILING_DRAIN_S, Outlets
-from samestep.telemetry.past import read_past
 from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.rollbacks import Rollbacks
@@ -159,7 +158,7 @@ class Recorder(BundleCalls):
         """
         self._tenure.require()
         start_step = int(info["start_step"])
-        past = read_past(self._run)
+        past = self._intake.known()
         self._board.set(rollbacks=[each.to_json() for each in past.rollbacks])
         self._rollbacks.resume(
             past.rollbacks,
@@ -175,6 +174,7 @@ class Recorder(BundleCalls):
         self._settle_stalls()
         reason = "died" if self._intake.returned else "restarted"
         self._intake.end({"reason": reason, NOTICED_LATE: True})
+        previous = past.attempts[-1].numerics_id if past.attempts else None
         number = max([self._intake.attempt, *(attempt.number for attempt in past.attempts)]) + 1
         numerics = dict(info.get("numerics") or {})
         mixed = list(info.get("placement_dependent") or [])
@@ -187,10 +187,9 @@ class Recorder(BundleCalls):
             kept[OPENED], self._opened_at = self._opened_at, None
         self._run.delete(RESULT_FILE)
         self._saves.begin_attempt()
-        self._intake.begin(past, number, start_step=start_step, values_id=values_id)
+        self._intake.begin(number, start_step=start_step, values_id=values_id)
         self._end = self._stop = self._divergence = self._verdict = None
         self._intake.log(Event.ATTEMPT_STARTED, start_step, kept)
-        previous = past.attempts[-1].numerics_id if past.attempts else None
         for event, told in identity.numerics_events(self._run, numerics, previous, mixed):
             self._intake.log(event, start_step, told)
         self._board.set(state=str(RunState.RUNNING), stop=None)
@@ -430,7 +429,7 @@ class Recorder(BundleCalls):
         if self._divergence is not None:
             raise DivergenceError(self._divergence)
         self._rollbacks.enter(Rollback.from_json(rollback))
-        self._board.load(read_past(self._run))
+        self._board.load(self._intake.known())
         self._end_attempt(str(Event.ROLLED_BACK))
 
     def _settle_stalls(self) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import RecorderError
 from samestep.names import Event
-from samestep.telemetry.ledger import read_ledger, stays_after
+from samestep.telemetry.ledger import from_the_end, stays_after
+from samestep.telemetry.past import Attempt
 from samestep.telemetry.records import (
     STEP,
     EventRecord,
@@ -60,17 +62,18 @@ class Redo:
     _steps: dict[int, tuple[bytes, str]] = field(default_factory=dict)
     _evaluations: dict[int, tuple[Mapping[str, float], str]] = field(default_factory=dict)
 
-    def load(self, run: Storage, *, start_step: int, values_ids: Mapping[int, str]) -> None:
-        """Reads the lines of earlier attempts (those in `values_ids`) from `start_step` on."""
+    def load(self, run: Storage, *, start_step: int, attempts: Sequence[Attempt]) -> None:
+        """Reads the lines of earlier attempts from `start_step` on, where they reached it."""
         self._steps.clear()
         self._evaluations.clear()
-        for data in read_ledger(run, start_step):
+        values_ids = {one.number: one.values_id for one in attempts if one.reach >= start_step}
+        for data in _lines(run, start_step, min(values_ids)) if values_ids else ():
             stay = stays_after(data)
             if stay is not None:  # what comes behind it is another way, and no divergence
                 self._steps = {step: it for step, it in self._steps.items() if step < stay}
                 self._evaluations = {s: it for s, it in self._evaluations.items() if s <= stay}
             attempt = int(data.get("attempt", 0))
-            if attempt not in values_ids:
+            if attempt not in values_ids or data["step"] < start_step:
                 continue
             if data["type"] == STEP:
                 line = json.dumps(data, separators=(",", ":")).encode()
@@ -119,6 +122,26 @@ class Redo:
 
     def _must_equal(self, values_id: str) -> bool:
         return values_id == self.values_id
+
+
+def _lines(run: Storage, start_step: int, first_attempt: int) -> list[dict[str, Any]]:
+    """The end of the ledger, from the first line on that is of interest, in order of writing.
+
+    A ledger may be long, and its end is what is taken again: it is read from there.
+
+    Args:
+        run: the run directory.
+        start_step: the first step of interest.
+        first_attempt: the first attempt that reached it; each attempt has its steps in order.
+    """
+    found: list[dict[str, Any]] = []
+    for line in from_the_end(run):
+        attempt = int(line.get("attempt", 0))
+        is_before = line["type"] == STEP and line["step"] < start_step
+        if attempt < first_attempt or (attempt == first_attempt and is_before):
+            break
+        found.append(line)
+    return found[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)

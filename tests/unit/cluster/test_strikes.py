@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from samestep.cluster.strikes import (
     MEANING,
+    OF_NODES,
     TAKES_NODE,
     Fault,
     Strike,
     parse_faults,
     random_strikes,
     read_strikes,
+    refuse_of_nodes,
 )
 from samestep.errors import SpecError
 
@@ -108,3 +110,18 @@ def test_rounds_and_seeds_differ() -> None:
         for number in range(10)
     }
     assert len(drawn) >= 25
+
+
+def test_on_a_cluster_that_is_given_no_node_is_struck() -> None:
+    strikes = [Strike(fault=fault, step=1) for fault in (Fault.CUT_NODE, Fault.KILL_WORKER)]
+    with pytest.raises(SpecError) as caught:
+        refuse_of_nodes([*strikes, Strike(fault=Fault.ADD_NODE, step=2)])
+    assert str(caught.value).startswith("add_node, cut_node can't strike a cluster that is given")
+    assert "possible there: kill_worker, kill_all_workers, terminate_worker" in str(caught.value)
+    refuse_of_nodes(strikes[1:])
+    drawn = {
+        strike.fault
+        for number in range(40)
+        for strike in random_strikes(1, number, num_steps=300, num_nodes=None)
+    }
+    assert drawn == set(Fault) - set(OF_NODES)

@@ -1,0 +1,129 @@
+"""What a run of a drill came to: how it ended, and what each fault cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.cluster.strikes import Strike
+from samestep.names import Event
+from samestep.telemetry.records import EventRecord, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    """A fault that struck, and what it cost.
+
+    Attributes:
+        strike: what it was to be.
+        at_step: steps taken when it struck.
+        held_up_s: the longest time between two new steps from then to the next strike.
+        redone: steps taken again from then to the next strike.
+        note: where it could not strike, why.
+    """
+
+    strike: Strike
+    at_step: int
+    held_up_s: float | None
+    redone: int
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """One run of a drill.
+
+    Attributes:
+        name: of the run.
+        status: as its result says.
+        digest: of its last checkpoint.
+        same: its digest is the undisturbed run's.
+        steps: in the ledger.
+        redone: steps taken again, over all attempts.
+        attempts: how many there were.
+        wall_s: from the first start of its driver to the last end.
+        struck: the faults in order.
+        message: why it failed.
+    """
+
+    name: str
+    status: str
+    digest: str
+    same: bool
+    steps: int
+    redone: int
+    attempts: int
+    wall_s: float
+    struck: tuple[Struck, ...]
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blow:
+    """A fault at the time it struck.
+
+    Attributes:
+        strike: what it was to be.
+        at_step: steps taken then.
+        at_s: seconds since the epoch.
+        note: whom it hit; where it could not strike, why.
+    """
+
+    strike: Strike
+    at_step: int
+    at_s: float
+    note: str
+
+
+@dataclass(kw_only=True)
+class Watched:
+    """What the ledger of a run has said so far."""
+
+    num_steps: int = 0
+    redone: int = 0
+    attempts: list[Mapping[str, Any]] = field(default_factory=list)
+    step_times: list[float] = field(default_factory=list)
+    redone_at: list[tuple[float, int]] = field(default_factory=list)
+
+    def take(self, record: StepRecord | EventRecord) -> None:
+        """Takes in what the ledger says next."""
+        if isinstance(record, StepRecord):
+            self.num_steps = max(self.num_steps, record.step + 1)
+            self.step_times.append(record.timing.get("at_s", record.time or 0.0))
+        elif record.event is Event.ATTEMPT_STARTED:
+            self.attempts.append(record.fields)
+        elif record.event is Event.ATTEMPT_ENDED:
+            redone = int(record.fields.get("redone", 0))
+            self.redone += redone
+            self.redone_at.append((record.time, redone))
+
+    def costs(self, blows: Sequence[Blow]) -> list[Struck]:
+        """What each fault cost, until the next one."""
+        times = sorted(self.step_times)
+        found = []
+        for number, blow in enumerate(blows):
+            rest = blows[number + 1 :]
+            until = rest[0].at_s if rest else float("inf")
+            gaps = [b - a for a, b in itertools.pairwise(times) if blow.at_s < b <= until]
+            redone = sum(n for t, n in self.redone_at if blow.at_s < t <= until)
+            found.append(
+                Struck(
+                    strike=blow.strike,
+                    at_step=blow.at_step,
+                    held_up_s=max(gaps) if gaps else None,
+                    redone=redone,
+                    note=blow.note,
+                )
+            )
+        return found
+
+
+def told(result: RoundResult) -> str:
+    """A round in a line."""
+    return (
+        f"{result.name}: {result.status}, {result.steps} steps, {result.attempts} attempts, "
+        f"{result.redone} redone, {result.wall_s:.1f} s, {result.digest[:12]}"
+        + (f": {result.message}" if result.message else "")
+    )
