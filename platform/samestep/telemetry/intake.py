@@ -39,6 +39,7 @@ class Intake:
         num_redone: steps of the present attempt that the ledger had already.
         num_due_again: steps that the ledger had when the present attempt began, behind its start.
         start_step: the present attempt's first step.
+        num_lines: lines of the ledger.
     """
 
     attempt: int
@@ -46,6 +47,7 @@ class Intake:
     num_redone: int
     num_due_again: int
     start_step: int
+    num_lines: int
     _acknowledged: dict[str, int]
     _written: dict[str, tuple[int, int]]
     _position: Position
@@ -145,6 +147,7 @@ class Intake:
         except BaseException:
             self._dirty = True
             raise
+        self.num_lines += len(lines)
 
     def _refresh(self) -> None:
         """After a failed write nobody knows what reached the ledger: reads it again."""
@@ -159,6 +162,7 @@ class Intake:
         self.attempt = last.number if last else 0
         self.open = last is not None and last.ended is None
         self._dirty = False
+        self.num_lines = past.num_lines
         if self.returned:
             self._acknowledged = {}
         self._written = dict(past.written)

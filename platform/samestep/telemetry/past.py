@@ -73,6 +73,7 @@ class Past:
         rollbacks: in order.
         recoveries: how training went on after faults and resizes, in order.
         stop_reason: a stop was asked for in the last attempt.
+        num_lines: lines it holds, those taken back included.
         torn: descriptions of half-written last lines.
     """
 
@@ -85,6 +86,7 @@ class Past:
     rollbacks: list[Rollback] = field(default_factory=list)
     recoveries: list[EventRecord] = field(default_factory=list)
     stop_reason: str | None = None
+    num_lines: int = 0
     torn: list[str] = field(default_factory=list)
 
     @property
@@ -107,6 +109,7 @@ def read_past(run: Storage) -> Past:
     last_step: Mapping[str, Any] | None = None
     states: dict[Event, list[EventRecord]] = {kind: [] for kind in TAKEN_BACK}
     for data in read_ledger(run, on_torn=past.torn.append):
+        past.num_lines += 1
         if data["type"] == STEP:
             step = int(data["step"])
             if step + 1 >= past.num_steps:

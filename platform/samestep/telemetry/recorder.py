@@ -127,7 +127,7 @@ class Recorder(BundleCalls):
             info = RunInfo(
                 run=self._run, name=run, spec=spec, about=dict(about), returning=returning
             )
-            self._outlets = Outlets(sinks, info)
+            self._outlets = Outlets(sinks, info, num_lines=self._intake.num_lines)
         except BaseException:
             self.close()
             raise
@@ -465,7 +465,7 @@ class Recorder(BundleCalls):
 
     def _announce(self, latest: StepRecord | None) -> None:
         if self._outlets:
-            self._outlets.announce(latest)
+            self._outlets.announce(latest, self._intake.num_lines)
 
     def _end_attempt(self, reason: str) -> None:
         fields: dict[str, Any] = {"reason": reason}
