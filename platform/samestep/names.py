@@ -46,6 +46,7 @@ TRACKING_DATABASE: Final = "mlflow.db"
 TRACKING_ARTIFACTS_DIR: Final = "mlartifacts"
 PARAMS_ARTIFACT: Final = "params.json"
 REQUIREMENTS_ARTIFACT: Final = "requirements.txt"
+LEDGER_ARTIFACT: Final = "ledger.jsonl.gz"
 LEASE_PREFIX: Final = "lease-"
 LEASE_SUFFIX: Final = ".json"
 
@@ -164,6 +165,7 @@ class Env(StrEnum):
     ATEN_CPU_CAPABILITY = "ATEN_CPU_CAPABILITY"
     ONEDNN_MAX_CPU_ISA = "ONEDNN_MAX_CPU_ISA"
     MLFLOW_TRACKING_URI = "MLFLOW_TRACKING_URI"
+    MLFLOW_EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
     MLFLOW_DISABLE_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
     SAMESTEP_SHARED_MEMORY = "SAMESTEP_SHARED_MEMORY"
     SAMESTEP_REPLAY_NOTES = "SAMESTEP_REPLAY_NOTES"
@@ -176,6 +178,8 @@ class Env(StrEnum):
 
 
 MLFLOW_ENV_PREFIX: Final = "MLFLOW_"
+MLFLOW_EXPERIMENT: Final = "samestep"
+"""The experiment of runs whose job and environment name none."""
 
 
 class Tag(StrEnum):

@@ -18,7 +18,7 @@ import pytest
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
-from samestep.names import Event, Series, Tag
+from samestep.names import LEDGER_ARTIFACT, Event, Series, Tag
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.telemetry.mlflow_client import load_mlflow
 from samestep.telemetry.recorder import Recorder
@@ -234,7 +234,8 @@ def test_a_run_over_two_attempts_and_recorders_is_one_mlflow_run_with_each_point
     assert params["args.x"] != params["args.y"]
     client = load_mlflow().MlflowClient(tracking_uri=uri)
     names = {item.path for item in client.list_artifacts(run_id)}
-    assert names == {"spec.yaml", "params.json", "requirements.txt", "numerics.json"}
+    files = {"spec.yaml", "params.json", "requirements.txt", "numerics.json"}
+    assert names == {*files, LEDGER_ARTIFACT}
     whole = load_mlflow().artifacts.load_dict(f"{run.info.artifact_uri}/params.json")
     assert whole["args.x"] == "a" * 20_000
 
@@ -320,6 +321,31 @@ def test_a_run_deleted_in_mlflow_is_delivered_again_from_its_first_step(
     run = only_run(uri)
     assert run.info.run_id != first.info.run_id
     assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == list(range(6))
+
+
+def test_an_experiment_that_was_deleted_costs_one_warning_until_it_is_restored(
+    tmp_path: Path, make_story: MakeStory, wait_until: WaitUntil
+) -> None:
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    (tmp_path / "runs").mkdir()
+    client = load_mlflow().MlflowClient(tracking_uri=uri)
+    gone = client.create_experiment("samestep")
+    client.delete_experiment(gone)
+    story = make_story()
+    story.open()
+    story.begin(0)
+    story.steps(0, 4)
+    assert story.recorder.drain() == ["mlflow"]
+    said = "its experiment 'samestep' is deleted; restore it, or set tracking.experiment"
+    wait_until(lambda: any(said in text for text in story.heard()), 30, "a warning")
+    client.restore_experiment(gone)
+    wait_until(lambda: story.recorder.drain() == [], 60, "what waited arrives")
+    story.finish(step=4)
+    story.recorder.close()
+    assert sum(said in text for text in story.heard()) == 1
+    run = only_run(uri)
+    assert run.info.experiment_id == gone
+    assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == [0, 1, 2, 3]
 
 
 def test_what_a_run_that_is_over_could_not_deliver_is_delivered_on_request(

@@ -45,6 +45,13 @@ def test_the_spec_goes_before_the_environment(tmp_path: Path) -> None:
     assert "MLFLOW_TRACKING_TOKEN" not in repr(found)
 
 
+def test_the_experiment_is_the_jobs_or_else_the_environments(tmp_path: Path) -> None:
+    environ = {"MLFLOW_EXPERIMENT_NAME": "team"}
+    assert plan(str(tmp_path)).experiment == "samestep"
+    assert plan(str(tmp_path), environ).experiment == "team"
+    assert plan(str(tmp_path), environ, tracking={"experiment": "own"}).experiment == "own"
+
+
 def test_remote_storage_without_a_server_says_once_that_records_wait() -> None:
     found = plan(REMOTE)
     assert found.tracking_uri is None
