@@ -354,7 +354,14 @@ KEPT: Final = Row(
             "MLflow takes what is delivered",
             "1: yes.",
             {"up": f"samestep_tracking_up{{{RUN}}}"},
-            width=8,
+            width=4,
+        ),
+        stat(
+            "Saves that failed",
+            "Of checkpoints; training goes on, and the next one that is due is tried.",
+            by_run("samestep_checkpoint_failures_total"),
+            thresholds=[(0, "green"), (1, "red")],
+            height=8,
         ),
         series(
             "Reports of workers that were dropped",

@@ -322,6 +322,11 @@ class Metrics:
         type=MetricType.COUNTER,
         help="Checkpoints committed.",
     )
+    CHECKPOINT_FAILURES: Final = Metric(
+        name="samestep_checkpoint_failures_total",
+        type=MetricType.COUNTER,
+        help="Saves of a checkpoint that failed; those while the ledger is away are told later.",
+    )
     LAST_CHECKPOINT: Final = Metric(
         name="samestep_last_checkpoint_timestamp_seconds",
         type=MetricType.GAUGE,

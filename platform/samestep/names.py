@@ -73,6 +73,7 @@ class Event(StrEnum):
     ATTEMPT_STARTED = "attempt_started"
     ATTEMPT_ENDED = "attempt_ended"
     CHECKPOINT_COMMITTED = "checkpoint_committed"
+    CHECKPOINT_FAILED = "checkpoint_failed"
     EVALUATION = "evaluation"
     STOP_REQUESTED = "stop_requested"
     NUMERICS_CHANGED = "numerics_changed"

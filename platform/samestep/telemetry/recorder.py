@@ -122,11 +122,10 @@ class Recorder(BundleCalls):
                 self._run,
                 commit=self._commits.commit,
                 say=self._board.say,
+                log=log,
                 incident=self._incidents.write,
             )
-            info = RunInfo(
-                run=self._run, name=run, spec=spec, about=dict(about), returning=returning
-            )
+            info = RunInfo(run=self._run, name=run, spec=spec, about=about, returning=returning)
             self._outlets = Outlets(sinks, info, num_lines=self._intake.num_lines)
         except BaseException:
             self.close()

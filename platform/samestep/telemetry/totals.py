@@ -19,6 +19,7 @@ Labels = tuple[str, ...]
 COUNTED_FROM_THE_START: Final = (
     *(Metrics.STEPS, Metrics.SAMPLES, Metrics.LOSS_WEIGHT, Metrics.SKIPPED_STEPS),
     *(Metrics.SENT_BYTES, Metrics.ATTEMPTS, Metrics.REDONE_STEPS, Metrics.CHECKPOINTS),
+    Metrics.CHECKPOINT_FAILURES,
 )
 RESTART_CAUSES: Final = (*map(str, RestartCause), *map(str, IncidentKind))
 STATE_SOURCES: Final = tuple(str(s) for s in StateSource if s is not StateSource.LIVE)
@@ -159,6 +160,8 @@ class Totals:
                 self._count(Metrics.CHECKPOINTS)
                 self._show(Metrics.LAST_CHECKPOINT, record.time)
                 self._show(Metrics.LAST_CHECKPOINT_BYTES, fields.get("bytes"))
+            case Event.CHECKPOINT_FAILED:
+                self._count(Metrics.CHECKPOINT_FAILURES)
             case Event.EVALUATION:
                 for name, value in fields.get("metrics", {}).items():
                     self._show(Metrics.EVALUATION, value, name)

@@ -355,6 +355,20 @@ def test_a_driver_that_died_without_a_word_is_a_cause_of_its_own(
     assert value(scrape(sink.url), Metrics.RESTARTS, cause="driver_lost") == 1
 
 
+def test_saves_that_failed_are_counted(open_recorder: Open, tell: Any) -> None:
+    recorder, sink = open_recorder()
+    attempt = tell(recorder, 0, 3)
+    part = {"num_parts": 1, "world_rank": 0, "keep": 1, "files": {}, "digests": []}
+    for step in (2, 3):
+        given = {**part, "step": step, "try_number": 1, "manifest": None, "error": "no space left"}
+        assert recorder.part(attempt, given)["state"] == "failed"
+    recorder.drain()
+    samples = scrape(sink.url)
+    assert value(samples, Metrics.CHECKPOINT_FAILURES) == 2
+    assert value(samples, Metrics.CHECKPOINTS) == 0
+    assert value(samples, Metrics.INCIDENTS, kind="storage") == 1
+
+
 def test_a_loss_that_is_nan_is_shown_as_such(open_recorder: Open, tell: Any) -> None:
     recorder, sink = open_recorder()
     tell(recorder, 0, 2, loss=math.nan)
