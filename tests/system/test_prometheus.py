@@ -42,6 +42,7 @@ QUIET = {
     "SamestepRestartStorm": "two restarts only",
     "SamestepBudgetNearlyUsed": "a hundred hours are far",
     "SamestepCheckpointTooOld": "a checkpoint every ten steps",
+    "SamestepCheckpointsFail": "each save works",
     "SamestepLossNotFinite": "the loss is finite",
     "SamestepStraggler": "both workers run on this machine",
     "SamestepTrackingBacklog": "MLflow is there",

@@ -131,6 +131,29 @@ CASES = [
         at=180,
     ),
     Case(
+        alert="SamestepCheckpointsFail",
+        about="four saves failed in a row",
+        series={
+            timed(
+                "samestep_checkpoint_failures_total"
+            ): "0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 4",
+            timed("samestep_checkpoints_total"): flat(7, 20),
+        },
+        at=20,
+        description=("Saves of checkpoints of run a fail, and none worked in the last half hour."),
+    ),
+    Case(
+        alert="SamestepCheckpointsFail",
+        about="two failed and the next one worked",
+        series={
+            timed(
+                "samestep_checkpoint_failures_total"
+            ): "0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 2 2 2 2 2 2",
+            timed("samestep_checkpoints_total"): "7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 8 8 8 8 8 8",
+        },
+        at=20,
+    ),
+    Case(
         alert="SamestepLossNotFinite",
         about="the run has ended",
         series={**ENDED, timed("samestep_loss"): "1 1 NaN NaN NaN NaN NaN"},
