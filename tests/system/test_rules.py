@@ -132,26 +132,22 @@ CASES = [
     ),
     Case(
         alert="SamestepCheckpointsFail",
-        about="four saves failed in a row",
+        about="three saves failed in a row",
         series={
-            timed(
-                "samestep_checkpoint_failures_total"
-            ): "0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 4",
+            timed("samestep_checkpoint_failures_total"): "0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3",
             timed("samestep_checkpoints_total"): flat(7, 20),
         },
-        at=20,
+        at=16,
         description=("Saves of checkpoints of run a fail, and none worked in the last half hour."),
     ),
     Case(
         alert="SamestepCheckpointsFail",
         about="two failed and the next one worked",
         series={
-            timed(
-                "samestep_checkpoint_failures_total"
-            ): "0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 2 2 2 2 2 2",
-            timed("samestep_checkpoints_total"): "7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 8 8 8 8 8 8",
+            timed("samestep_checkpoint_failures_total"): "0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 2 2",
+            timed("samestep_checkpoints_total"): "7 7 7 7 7 7 7 7 7 7 7 7 8 8 8 8 8",
         },
-        at=20,
+        at=16,
     ),
     Case(
         alert="SamestepLossNotFinite",
