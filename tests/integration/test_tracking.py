@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from samestep import Outcome, train
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.names import LEDGER_ARTIFACT, Event, Series, Tag
@@ -285,6 +286,24 @@ def test_a_server_that_never_answers_holds_up_nothing(make_story: MakeStory) -> 
         assert time.monotonic() - started < 20
         assert sum("does not take records" in text for text in story.heard()) == 1
     assert story.num_delivered() == 0
+
+
+@pytest.mark.parametrize("server", ["away", "silent"])
+def test_the_weights_are_the_same_whatever_becomes_of_the_tracking_server(
+    make_spec: Callable[..., JobSpec], folder: Path, straight: Outcome, server: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        port = silent.getsockname()[1] if server == "silent" else free_port()
+        tracking = {"uri": f"http://127.0.0.1:{port}"}
+        said: list[str] = []
+
+        def observe(status: dict[str, Any]) -> None:
+            said.extend(item["text"] for item in status["messages"])
+
+        spec = make_spec(mode="local", tracking=tracking)
+        outcome = train(spec, name="r", search=[folder], observer=observe)
+    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    assert sum("does not take records" in text for text in said) == 1
 
 
 def test_a_required_server_that_is_not_there_refuses_the_start_and_frees_the_run(

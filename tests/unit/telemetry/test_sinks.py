@@ -89,6 +89,13 @@ def test_a_plan_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(found)) == found
 
 
+def test_a_plan_of_a_submitted_job_knows_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "raysubmit_7")
+    assert plan(str(tmp_path)).about[Tag.JOB_ID] == "raysubmit_7"
+
+
 def test_a_plan_knows_the_revision_of_the_workload(tmp_path: Path) -> None:
     about = plan(str(tmp_path)).about
     assert Tag.USER in about
