@@ -348,7 +348,8 @@ def test_an_experiment_that_was_deleted_costs_one_warning_until_it_is_restored(
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     (tmp_path / "runs").mkdir()
     client = load_mlflow().MlflowClient(tracking_uri=uri)
-    gone = client.create_experiment("samestep")
+    artifacts = f"file://{tmp_path}/artifacts"  # else in the working directory
+    gone = client.create_experiment("samestep", artifact_location=artifacts)
     client.delete_experiment(gone)
     story = make_story()
     story.open()
