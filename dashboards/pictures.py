@@ -42,8 +42,9 @@ ACT_S: Final = 20.0
 """How long each act of the story lasts."""
 WAIT_S: Final = 120.0
 POLL_S: Final = 0.1
-SIZE: Final = "1400,900"
-PAGE_BUDGET_MS: Final = 20_000
+SIZE: Final = "1800,1300"
+PAGE_MS: Final = 30_000
+"""For a page to load what it shows."""
 PANELS: Final = (
     *("Training loss", "Evaluation", "Per second", "A step's time", "Time by part", "Workers"),
     *("Restarts, incidents, steps redone", "Standing still", "Where attempts got their state"),
@@ -69,8 +70,7 @@ def main() -> None:
         storage = folder / "runs"
         storage.mkdir()
         with prometheus(folder, storage) as url:
-            began = time.time()
-            tell_story(storage)
+            began = tell_story(storage)
             source = Source(url=url, run=RUN, start=began, end=time.time())
             draw(source, title=RUN, only=PANELS).savefig(out / "run.png")
             graphs: dict[str, str] = {}
@@ -78,7 +78,10 @@ def main() -> None:
                 seconds = int(time.time() - began) + 10
                 given = {"expr": expr, "tab": "0", "range_input": f"{seconds}s"}
                 graphs |= {f"g{number}.{name}": value for name, value in given.items()}
-            photograph(f"{url}/graph?{urllib.parse.urlencode(graphs)}", out / "prometheus.png")
+            # Debian's Prometheus has the older pages only.
+            photograph(
+                f"{url}/classic/graph?{urllib.parse.urlencode(graphs)}", out / "prometheus.png"
+            )
         with mlflow_pages(storage) as url:
             tracked = read_tracked(Storage.at(str(storage / RUN)))
             assert tracked is not None
@@ -86,13 +89,18 @@ def main() -> None:
             photograph(f"{page}/model-metrics", out / "mlflow.png")
 
 
-def tell_story(storage: Path) -> None:
-    """One worker; a second node comes; a worker is killed; the node goes; a planned stop."""
+def tell_story(storage: Path) -> float:
+    """One worker; a second node comes; a worker is killed; the node goes; a planned stop.
+
+    Returns:
+        When the run took its first steps, in seconds since the epoch.
+    """
     run = Storage.at(str(storage / RUN))
     with local_nodes(1) as nodes:
         driver = start_driver(storage, nodes)
         try:
             wait_until(lambda: num_workers(driver, run) == 1, "the run has one worker")
+            began = time.time()
             time.sleep(ACT_S)
             node = nodes.add()
             wait_until(lambda: num_workers(driver, run) == 2, "the run has two workers")
@@ -109,6 +117,7 @@ def tell_story(storage: Path) -> None:
             output, _ = driver.communicate(timeout=WAIT_S)
     if driver.returncode != ExitStatus.INTERRUPTED:
         raise RuntimeError(f"the run ended with {driver.returncode}: {output}")
+    return began
 
 
 def start_driver(storage: Path, nodes: LocalNodes) -> subprocess.Popen[str]:
@@ -198,7 +207,7 @@ def photograph(url: str, picture: Path) -> None:
     subprocess.run(
         [
             *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-            *(f"--window-size={SIZE}", f"--virtual-time-budget={PAGE_BUDGET_MS}"),
+            *(f"--window-size={SIZE}", f"--timeout={PAGE_MS}"),
             *(f"--screenshot={picture}", url),
         ],
         check=True,
