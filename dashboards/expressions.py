@@ -48,6 +48,11 @@ def mean(metric: str, window: str = RATE) -> str:
     return f"sum by (run) ({total}) / sum by (run) ({count})"
 
 
+def mean_so_far(metric: str) -> str:
+    """Mean of a histogram since each run began, once it has a value."""
+    return f"{metric}_sum{{{RUN}}} / ({metric}_count{{{RUN}}} > 0)"
+
+
 def quantile(metric: str, part: float, window: str = RATE) -> str:
     """Quantile of a histogram over the last moments."""
     buckets = f"sum by (le, run) (rate({metric}_bucket{{{RUN}}}[{window}]))"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from expressions import ATTEMPTS, INCIDENTS, RUN, lately, so_far
+from expressions import ATTEMPTS, INCIDENTS, RUN, by_run, lately, mean_so_far, so_far
 from panels import Dashboard, Row, series, table, without
 
 RECOVERY: Final = "samestep_recovery_seconds"
@@ -44,7 +44,7 @@ COST: Final = Row(
         series(
             "Recovery",
             "From the last step of an attempt to the next attempt, detection included; the mean.",
-            {"{{run}}": f"{RECOVERY}_sum{{{RUN}}} / ({RECOVERY}_count{{{RUN}}} > 0)"},
+            {"{{run}}": mean_so_far(RECOVERY)},
             unit="s",
             width=8,
         ),
@@ -62,8 +62,38 @@ COST: Final = Row(
         ),
         series(
             "Steps redone",
-            "Since the run began.",
-            {"{{run}}": f"samestep_redone_steps_total{{{RUN}}}"},
+            "Since the run began, and for each restart.",
+            {
+                "{{run}}": f"samestep_redone_steps_total{{{RUN}}}",
+                "{{run}}, per restart": (
+                    f"{by_run('samestep_redone_steps_total')} / "
+                    f"(sum by (run) (samestep_restarts_total{{{RUN}}}) > 0)"
+                ),
+            },
+            width=8,
+        ),
+        series(
+            "Faults: noticed after, training again after",
+            "From the fault, as the controller of mode ddp has timed it; the means.",
+            {
+                "{{run}}: noticed": mean_so_far("samestep_detection_seconds"),
+                "{{run}}: training again": mean_so_far("samestep_fault_standstill_seconds"),
+            },
+            unit="s",
+            width=8,
+        ),
+        series(
+            "Held up by what was planned",
+            "Resizes, drains and rollbacks: until every worker was through a step again; the mean.",
+            {"{{run}}": mean_so_far("samestep_planned_standstill_seconds")},
+            unit="s",
+            width=8,
+        ),
+        series(
+            "Where the state came from",
+            "Of attempts, since the run began. Survivors and snapshots lose few steps or none; a "
+            "checkpoint all since it was taken.",
+            {"{{run}}: {{source}}": so_far("samestep_restores_total", "run, source")},
             width=8,
         ),
         series(

@@ -15,6 +15,7 @@ from expressions import (
     age,
     by_run,
     mean,
+    mean_so_far,
     quantile,
     rate,
     shares_of_time,
@@ -217,6 +218,35 @@ FAULTS: Final = Row(
                 "steps redone": f"samestep_redone_steps_total{{{RUN}}}",
             },
         ),
+        series(
+            "Standing still",
+            "Since the run began: mean time from a fault, or for what was planned, until every "
+            "worker was through a step again.",
+            {
+                "fault: noticed": mean_so_far("samestep_detection_seconds"),
+                "fault: training again": mean_so_far("samestep_fault_standstill_seconds"),
+                "planned": mean_so_far("samestep_planned_standstill_seconds"),
+            },
+            unit="s",
+            width=8,
+        ),
+        series(
+            "Audits",
+            "Shards computed again elsewhere; one that differs means a machine that computes "
+            "wrongly.",
+            {
+                "done": f"samestep_audit_seconds_count{{{RUN}}}",
+                "differing": f'samestep_incidents_total{{{RUN},kind="corruption"}}',
+            },
+            width=8,
+        ),
+        series(
+            "An audit's time",
+            "Mean since the run began; it adds to the step.",
+            {"mean": mean_so_far("samestep_audit_seconds")},
+            unit="s",
+            width=8,
+        ),
     ],
 )
 
@@ -282,6 +312,27 @@ KEPT: Final = Row(
             unit="s",
             width=8,
         ),
+        series(
+            "Age of the last snapshot",
+            "A copy in the shared memory of the nodes: what a loss of all workers would cost while "
+            "their nodes live.",
+            {"age": age("samestep_last_snapshot_timestamp_seconds")},
+            unit="s",
+            width=8,
+        ),
+        series(
+            "Training held up by a snapshot",
+            "The mean since the run began.",
+            {"mean": mean_so_far("samestep_snapshot_seconds")},
+            unit="s",
+            width=8,
+        ),
+        series(
+            "Where attempts got their state",
+            "Since the run began.",
+            {"{{source}}": so_far("samestep_restores_total", "source")},
+            width=8,
+        ),
         stat("Checkpoints", "Committed.", by_run("samestep_checkpoints_total"), height=8),
         stat(
             "Size of the last",
@@ -291,16 +342,26 @@ KEPT: Final = Row(
             height=8,
         ),
         series(
-            "Steps that wait for MLflow",
+            "What waits for MLflow and for this page",
             MLFLOW_WAITS,
-            {"steps": f"samestep_tracking_waiting_steps{{{RUN}}}"},
+            {
+                "steps for MLflow": f"samestep_tracking_waiting_steps{{{RUN}}}",
+                "lines of the ledger for {{sink}}": f"samestep_sink_waiting_records{{{RUN}}}",
+            },
             width=8,
         ),
         series(
             "MLflow takes what is delivered",
             "1: yes.",
             {"up": f"samestep_tracking_up{{{RUN}}}"},
-            width=8,
+            width=4,
+        ),
+        stat(
+            "Saves that failed",
+            "Of checkpoints; training goes on, and the next one that is due is tried.",
+            by_run("samestep_checkpoint_failures_total"),
+            thresholds=[(0, "green"), (1, "red")],
+            height=8,
         ),
         series(
             "Reports of workers that were dropped",

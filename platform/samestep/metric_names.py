@@ -126,6 +126,45 @@ class Metrics:
             "included, where a fault lay between."
         ),
     )
+    DETECTION_SECONDS: Final = Metric(
+        name="samestep_detection_seconds",
+        type=MetricType.HISTOGRAM,
+        unit="seconds",
+        help="Time from a fault until it was noticed; mode ddp.",
+    )
+    FAULT_STANDSTILL_SECONDS: Final = Metric(
+        name="samestep_fault_standstill_seconds",
+        type=MetricType.HISTOGRAM,
+        unit="seconds",
+        help=(
+            "Time from a fault until every worker was through a step again, detection included; "
+            "mode ddp."
+        ),
+    )
+    PLANNED_STANDSTILL_SECONDS: Final = Metric(
+        name="samestep_planned_standstill_seconds",
+        type=MetricType.HISTOGRAM,
+        unit="seconds",
+        help=(
+            "Time from the end of training for what was planned (grow, shrink, drain, leave, "
+            "rollback) until every worker was through a step again; mode ddp."
+        ),
+    )
+    SNAPSHOT_SECONDS: Final = Metric(
+        name="samestep_snapshot_seconds",
+        type=MetricType.HISTOGRAM,
+        unit="seconds",
+        help="Time for which a snapshot (a copy of the state in shared memory) held training up.",
+    )
+    AUDIT_SECONDS: Final = Metric(
+        name="samestep_audit_seconds",
+        type=MetricType.HISTOGRAM,
+        unit="seconds",
+        help=(
+            "Time that an audit took in its step: a shard computed again, and the comparison; one "
+            "that found a difference is an incident of kind corruption instead."
+        ),
+    )
     TIME: Final = Metric(
         name="samestep_time_seconds_total",
         type=MetricType.COUNTER,
@@ -236,6 +275,15 @@ class Metrics:
             "incident, worker_lost or driver_lost without one; resumed where the run had ended."
         ),
     )
+    RESTORES: Final = Metric(
+        name="samestep_restores_total",
+        type=MetricType.COUNTER,
+        labels=("source",),
+        help=(
+            "Attempts begun, by where their state came from: survivor (processes of the attempt "
+            "before), snapshot (shared memory), checkpoint (storage), start (none: step 0)."
+        ),
+    )
     REDONE_STEPS: Final = Metric(
         name="samestep_redone_steps_total",
         type=MetricType.COUNTER,
@@ -274,11 +322,22 @@ class Metrics:
         type=MetricType.COUNTER,
         help="Checkpoints committed.",
     )
+    CHECKPOINT_FAILURES: Final = Metric(
+        name="samestep_checkpoint_failures_total",
+        type=MetricType.COUNTER,
+        help="Saves of a checkpoint that failed; those while the ledger is away are told later.",
+    )
     LAST_CHECKPOINT: Final = Metric(
         name="samestep_last_checkpoint_timestamp_seconds",
         type=MetricType.GAUGE,
         unit="seconds",
         help="When the last checkpoint was committed; seconds since the epoch.",
+    )
+    LAST_SNAPSHOT: Final = Metric(
+        name="samestep_last_snapshot_timestamp_seconds",
+        type=MetricType.GAUGE,
+        unit="seconds",
+        help="When the state of the last whole snapshot was copied; seconds since the epoch.",
     )
     LAST_CHECKPOINT_BYTES: Final = Metric(
         name="samestep_last_checkpoint_bytes",
@@ -295,6 +354,15 @@ class Metrics:
         name="samestep_tracking_waiting_steps",
         type=MetricType.GAUGE,
         help="Steps in the ledger that MLflow has not got yet.",
+    )
+    SINK_WAITING: Final = Metric(
+        name="samestep_sink_waiting_records",
+        type=MetricType.GAUGE,
+        labels=("sink",),
+        help=(
+            "Lines of the ledger (steps and events) that a sink has not taken yet: mlflow, or "
+            "prometheus, which is this page."
+        ),
     )
     DROPPED: Final = Metric(
         name="samestep_telemetry_dropped_reports",

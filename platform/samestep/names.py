@@ -46,6 +46,7 @@ TRACKING_DATABASE: Final = "mlflow.db"
 TRACKING_ARTIFACTS_DIR: Final = "mlartifacts"
 PARAMS_ARTIFACT: Final = "params.json"
 REQUIREMENTS_ARTIFACT: Final = "requirements.txt"
+LEDGER_ARTIFACT: Final = "ledger.jsonl.gz"
 LEASE_PREFIX: Final = "lease-"
 LEASE_SUFFIX: Final = ".json"
 
@@ -73,6 +74,7 @@ class Event(StrEnum):
     ATTEMPT_STARTED = "attempt_started"
     ATTEMPT_ENDED = "attempt_ended"
     CHECKPOINT_COMMITTED = "checkpoint_committed"
+    CHECKPOINT_FAILED = "checkpoint_failed"
     EVALUATION = "evaluation"
     STOP_REQUESTED = "stop_requested"
     NUMERICS_CHANGED = "numerics_changed"
@@ -166,6 +168,7 @@ class Env(StrEnum):
     ATEN_CPU_CAPABILITY = "ATEN_CPU_CAPABILITY"
     ONEDNN_MAX_CPU_ISA = "ONEDNN_MAX_CPU_ISA"
     MLFLOW_TRACKING_URI = "MLFLOW_TRACKING_URI"
+    MLFLOW_EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
     MLFLOW_DISABLE_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
     SAMESTEP_SHARED_MEMORY = "SAMESTEP_SHARED_MEMORY"
     SAMESTEP_REPLAY_NOTES = "SAMESTEP_REPLAY_NOTES"
@@ -178,6 +181,8 @@ class Env(StrEnum):
 
 
 MLFLOW_ENV_PREFIX: Final = "MLFLOW_"
+MLFLOW_EXPERIMENT: Final = "samestep"
+"""The experiment of runs whose job and environment name none."""
 
 
 class Tag(StrEnum):

@@ -22,11 +22,14 @@ class Tracking(Part):
         ),
         json_schema_extra=FREE,
     )
-    experiment: str = Field(
-        "samestep",
+    experiment: str | None = Field(
+        None,
         min_length=1,
         max_length=256,
-        description="MLflow experiment; made where there is none",
+        description=(
+            "MLflow experiment, made where there is none; null: the variable "
+            "MLFLOW_EXPERIMENT_NAME, else samestep"
+        ),
         json_schema_extra=FREE,
     )
     required: bool = Field(

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from samestep import Outcome, train
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
-from samestep.names import Event, Series, Tag
+from samestep.names import LEDGER_ARTIFACT, Event, Series, Tag
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.telemetry.mlflow_client import load_mlflow
 from samestep.telemetry.recorder import Recorder
@@ -234,7 +235,8 @@ def test_a_run_over_two_attempts_and_recorders_is_one_mlflow_run_with_each_point
     assert params["args.x"] != params["args.y"]
     client = load_mlflow().MlflowClient(tracking_uri=uri)
     names = {item.path for item in client.list_artifacts(run_id)}
-    assert names == {"spec.yaml", "params.json", "requirements.txt", "numerics.json"}
+    files = {"spec.yaml", "params.json", "requirements.txt", "numerics.json"}
+    assert names == {*files, LEDGER_ARTIFACT}
     whole = load_mlflow().artifacts.load_dict(f"{run.info.artifact_uri}/params.json")
     assert whole["args.x"] == "a" * 20_000
 
@@ -286,6 +288,24 @@ def test_a_server_that_never_answers_holds_up_nothing(make_story: MakeStory) -> 
     assert story.num_delivered() == 0
 
 
+@pytest.mark.parametrize("server", ["away", "silent"])
+def test_the_weights_are_the_same_whatever_becomes_of_the_tracking_server(
+    make_spec: Callable[..., JobSpec], folder: Path, straight: Outcome, server: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        port = silent.getsockname()[1] if server == "silent" else free_port()
+        tracking = {"uri": f"http://127.0.0.1:{port}"}
+        said: list[str] = []
+
+        def observe(status: dict[str, Any]) -> None:
+            said.extend(item["text"] for item in status["messages"])
+
+        spec = make_spec(mode="local", tracking=tracking)
+        outcome = train(spec, name="r", search=[folder], observer=observe)
+    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    assert sum("does not take records" in text for text in said) == 1
+
+
 def test_a_required_server_that_is_not_there_refuses_the_start_and_frees_the_run(
     make_story: MakeStory,
 ) -> None:
@@ -320,6 +340,32 @@ def test_a_run_deleted_in_mlflow_is_delivered_again_from_its_first_step(
     run = only_run(uri)
     assert run.info.run_id != first.info.run_id
     assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == list(range(6))
+
+
+def test_an_experiment_that_was_deleted_costs_one_warning_until_it_is_restored(
+    tmp_path: Path, make_story: MakeStory, wait_until: WaitUntil
+) -> None:
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    (tmp_path / "runs").mkdir()
+    client = load_mlflow().MlflowClient(tracking_uri=uri)
+    artifacts = f"file://{tmp_path}/artifacts"  # else in the working directory
+    gone = client.create_experiment("samestep", artifact_location=artifacts)
+    client.delete_experiment(gone)
+    story = make_story()
+    story.open()
+    story.begin(0)
+    story.steps(0, 4)
+    assert story.recorder.drain() == ["mlflow"]
+    said = "its experiment 'samestep' is deleted; restore it, or set tracking.experiment"
+    wait_until(lambda: any(said in text for text in story.heard()), 30, "a warning")
+    client.restore_experiment(gone)
+    wait_until(lambda: story.recorder.drain() == [], 60, "what waited arrives")
+    story.finish(step=4)
+    story.recorder.close()
+    assert sum(said in text for text in story.heard()) == 1
+    run = only_run(uri)
+    assert run.info.experiment_id == gone
+    assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == [0, 1, 2, 3]
 
 
 def test_what_a_run_that_is_over_could_not_deliver_is_delivered_on_request(

@@ -42,12 +42,18 @@ QUIET = {
     "SamestepRestartStorm": "two restarts only",
     "SamestepBudgetNearlyUsed": "a hundred hours are far",
     "SamestepCheckpointTooOld": "a checkpoint every ten steps",
+    "SamestepCheckpointsFail": "each save works",
     "SamestepLossNotFinite": "the loss is finite",
     "SamestepStraggler": "both workers run on this machine",
     "SamestepTrackingBacklog": "MLflow is there",
     "SamestepWorkerMemoryHigh": "the model is tiny",
     "SamestepDivergence": "nothing differs",
     "SamestepTargetDown": "each page is announced when it is there and not longer",
+}
+
+# Queries that this run gives nothing to, beside those of QUIET alerts.
+EMPTY = {
+    "samestep_planned_standstill_seconds": "its number of workers changes between two commands",
 }
 
 pytestmark = pytest.mark.timeout(900)
@@ -147,7 +153,8 @@ def prometheus(storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def train(storage: Path, workers: int) -> subprocess.Popen[str]:
     settings = [f"args.{name}={value}" for name, value in FAULTS.items()]
     settings += [f"storage={storage}", f"args.marker={storage / 'marks'}", "epochs=1000"]
-    settings += ["budget.worker_hours=100"]
+    settings += ["budget.worker_hours=100", "incidents.audit_every=5"]
+    settings += ["checkpoint.snapshot_every=5"]
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "samestep", "train"),
@@ -222,7 +229,9 @@ def test_every_query_of_every_panel_returns_data(watched: Prometheus) -> None:
             points = watched.points(expression(template))
             if not any(map(math.isfinite, (value for line in points for value in line))):
                 empty.append(f"{path.stem}: {title}: {template}")
-    assert empty == []
+    unexpected = [line for line in empty if not any(name in line for name in EMPTY)]
+    assert unexpected == []
+    assert len(empty) == 2
     assert num_queries > 60
 
 

@@ -131,6 +131,25 @@ CASES = [
         at=180,
     ),
     Case(
+        alert="SamestepCheckpointsFail",
+        about="three saves failed in a row",
+        series={
+            timed("samestep_checkpoint_failures_total"): "0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3",
+            timed("samestep_checkpoints_total"): flat(7, 20),
+        },
+        at=16,
+        description=("Saves of checkpoints of run a fail, and none worked in the last half hour."),
+    ),
+    Case(
+        alert="SamestepCheckpointsFail",
+        about="two failed and the next one worked",
+        series={
+            timed("samestep_checkpoint_failures_total"): "0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 2 2",
+            timed("samestep_checkpoints_total"): "7 7 7 7 7 7 7 7 7 7 7 7 8 8 8 8 8",
+        },
+        at=16,
+    ),
+    Case(
         alert="SamestepLossNotFinite",
         about="the run has ended",
         series={**ENDED, timed("samestep_loss"): "1 1 NaN NaN NaN NaN NaN"},
@@ -139,14 +158,29 @@ CASES = [
     Case(
         alert="SamestepRestartStorm",
         about="a crash every minute",
-        series={'samestep_restarts_total{run="a",cause="crash"}': "0 0 0 0 0+1x6 6x30"},
+        series={
+            'samestep_restarts_total{run="a",cause="crash"}': "0 0 0 0 0+1x6 6x30",
+            timed("samestep_planned_standstill_seconds_count"): flat(0, 40),
+        },
         at=12,
         description="Run a was restarted 6 times in half an hour.",
     ),
     Case(
         alert="SamestepRestartStorm",
         about="somebody stops and resumes it often",
-        series={'samestep_restarts_total{run="a",cause="resumed"}': "0+1x30"},
+        series={
+            'samestep_restarts_total{run="a",cause="resumed"}': "0+1x30",
+            timed("samestep_planned_standstill_seconds_count"): flat(0, 40),
+        },
+        at=20,
+    ),
+    Case(
+        alert="SamestepRestartStorm",
+        about="its cluster grows and shrinks",
+        series={
+            'samestep_restarts_total{run="a",cause="worker_lost"}': "0+1x30",
+            timed("samestep_planned_standstill_seconds_count"): "0+1x30",
+        },
         at=20,
     ),
     Case(

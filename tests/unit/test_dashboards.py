@@ -122,6 +122,36 @@ def test_panels_are_told_apart_explained_and_do_not_overlap(name: str) -> None:
             assert 'cluster=~"$cluster"' in target["expr"], panel["title"]
 
 
+def test_the_pod_monitor_is_one_that_prometheus_operator_takes() -> None:
+    schemas = os.environ.get("SAMESTEP_TEST_SCHEMAS")
+    if not schemas:
+        pytest.skip("SAMESTEP_TEST_SCHEMAS does not name a folder with prometheus-operator/ in it")
+    path = Path(schemas, "prometheus-operator", "monitoring.coreos.com_podmonitors.yaml")
+    (version,) = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]["versions"]
+    schema = strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    manifest = ROOT / "deploy" / "prometheus" / "podmonitor.yaml"
+    found = yaml.safe_load(manifest.read_text(encoding="utf-8"))
+    jsonschema.validate(found, schema)
+    ports = [endpoint["port"] for endpoint in found["spec"]["podMetricsEndpoints"]]
+    declared = re.findall(r"name: ([\w-]+), containerPort", manifest.read_text(encoding="utf-8"))
+    assert ports == declared
+
+
+def strict(schema: Any) -> Any:
+    """The schema of a resource, with fields refused that an API server would drop silently."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if isinstance(made.get("properties"), dict) and "type" in made:
+        made.setdefault("additionalProperties", "x-kubernetes-preserve-unknown-fields" in made)
+    if "x-kubernetes-int-or-string" in made:
+        made.pop("type", None)
+    return made
+
+
 def test_dashboards_lead_to_each_other_by_names_that_exist() -> None:
     uids = {dashboard(name)["uid"] for name in NAMES} | {"rayTrainDashboard"}
     linked = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from samestep.metric_names import METRICS, STEP_SECONDS_BUCKETS, Metric
 from samestep.names import IncidentKind, RestartCause, TimePart
+from samestep.telemetry.totals import STATE_SOURCES
 
 HEAD = """# Every metric of a run
 
@@ -34,6 +35,7 @@ def render() -> str:
     bounds = f"{STEP_SECONDS_BUCKETS[0]:.6g} to {STEP_SECONDS_BUCKETS[-1]:.6g} seconds"
     causes = ", ".join(f"`{cause}`" for cause in (*RestartCause, *IncidentKind))
     kinds = ", ".join(f"`{kind}`" for kind in IncidentKind)
+    sources = ", ".join(f"`{source}`" for source in STATE_SOURCES)
     lines = [
         HEAD,
         "| metric | type | unit | labels | |",
@@ -56,6 +58,8 @@ def render() -> str:
         f"`kind` of incidents: {kinds}.",
         "",
         f"`cause` of restarts: {causes}.",
+        "",
+        f"`source` of states: {sources}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -49,6 +49,7 @@ from samestep.exact import numerics
 from samestep.exact.digest import live_digest
 from samestep.faults.progress import Phase, Progress
 from samestep.faults.watchdog import Stall, Watchdog
+from samestep.incidents.bundle import StateSource
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
 from samestep.telemetry.finished import Finished
@@ -435,6 +436,7 @@ class _Attempt:
         if self._peers.world_rank == 0:
             info = {
                 "start_step": saved.step,
+                "source": str(saved.source or StateSource.START),
                 "num_rollbacks": saved.num_rollbacks,
                 "mode": self._place.mode,
                 "world_size": self._peers.world_size,

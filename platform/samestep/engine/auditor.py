@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 from samestep.engine.audit import Digests, Task, differing, judged, plan_audit
@@ -53,27 +54,45 @@ def compute_apart(
 
 
 def compare(
-    engine: StepEngine, task: Task, audited: Digests, plans: list[ShardPlan], take: TakeBatch
-) -> None:
+    engine: StepEngine,
+    task: Task,
+    audited: Digests,
+    plans: list[ShardPlan],
+    take: TakeBatch,
+    *,
+    computed_s: float,
+) -> float:
     """Compares the audited gradients; the exchange of the step is over, its update is not.
+
+    Args:
+        engine: the step's.
+        task: what is audited.
+        audited: digests of the auditor; empty elsewhere.
+        plans: of all shards.
+        take: loads a batch beside the order.
+        computed_s: seconds that this worker took to compute the shard apart.
+
+    Returns:
+        Seconds that the audit took: the auditor's to compute, and these.
 
     Raises:
         CorruptionError: they differ; tells which worker was wrong, where that can be told.
     """
+    began_s = time.perf_counter()
     owned: Digests = {}
     if task.owner[0] == engine.peers.world_rank:
         owned = engine.replicas[task.owner[1]].buckets.seen
-    everyone = engine.peers.gather([owned, audited, os.uname().nodename])()
+    everyone = engine.peers.gather([owned, audited, os.uname().nodename, computed_s])()
     owned, audited = everyone[task.owner[0]][0], everyone[task.auditor[0]][1]
     parameter = differing(owned, audited)
     if parameter is None:
-        return
+        return float(everyone[task.auditor[0]][3]) + time.perf_counter() - began_s
     for replica in engine.replicas:
         replica.keeper.undo_step()  # the step will not be applied
     again = compute_apart(engine, task, plans, take)
     finding = judged(task, parameter, owned, audited, engine.peers.gather(again)())
     raise CorruptionError(
-        finding.describe([host for _, _, host in everyone]),
+        finding.describe([host for _, _, host, _ in everyone]),
         {
             "culprit": finding.culprit,
             "host": "" if finding.culprit is None else everyone[finding.culprit][2],

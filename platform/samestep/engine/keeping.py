@@ -21,6 +21,7 @@ from samestep.engine.setup import Built
 from samestep.engine.snapshots import Snapshots
 from samestep.spec import JobSpec, bits_part
 from samestep.telemetry.link import Link, Target
+from samestep.telemetry.timesheet import SAVE, SNAPSHOT, SNAPSHOT_AT
 
 SAVE_FLAG: Final = 1024
 """Added to worker 0's flag in the small talk of a step: save after it."""
@@ -72,6 +73,8 @@ class Keeping:
         self._start = start
         self._fingerprint = fingerprint
         self._agreed_at = -1
+        self._news: dict[str, float] = {}
+        self._snapshot_told_s: float | None = None
         node = Node.of(peers)
         self._saving = Saving(
             spec=spec,
@@ -151,11 +154,22 @@ class Keeping:
             self._saving.prepare(step, extras=extras, also=self._snapshots.warm)
         every = self._spec.checkpoint.every_steps
         if is_best or flag >= SAVE_FLAG or (every and step % every == 0):
-            agreed = self._agreed_at == step
+            agreed, began_s = self._agreed_at == step, time.perf_counter()
             self._saving.save(step, extras=extras, meta=self._meta(evaluation), is_agreed=agreed)
+            self._news[SAVE] = time.perf_counter() - began_s
         if self._snapshots.is_due(step):
             self._saving.wait_until_prepared()
             self._snapshots.take(step, extras=extras)
+            assert self._snapshots.cost_s is not None
+            self._news[SNAPSHOT] = self._snapshots.cost_s
+
+    def news(self) -> dict[str, float]:
+        """What a step's timing tells of what was kept since the last call (see `timesheet`)."""
+        news, self._news = self._news, {}
+        at_s = self._snapshots.whole_at_s
+        if at_s is not None and at_s != self._snapshot_told_s:
+            news[SNAPSHOT_AT] = self._snapshot_told_s = at_s
+        return news
 
     def end(self, step: int, *, evaluation: Mapping[str, float] | None) -> None:
         """Saves the last state; returns when it is committed.

@@ -25,7 +25,13 @@ from samestep.engine.hooks import Hooks
 from samestep.engine.keeping import SAVE_FLAG, Keeping
 from samestep.engine.passing import pass_over
 from samestep.engine.peers import Peers
-from samestep.engine.recording import Recording, record_before_update, step_record, values_of
+from samestep.engine.recording import (
+    Recording,
+    record_before_update,
+    step_record,
+    step_timing,
+    values_of,
+)
 from samestep.engine.resume import Saved
 from samestep.engine.schedule import is_due
 from samestep.engine.setup import Built, before_step
@@ -453,14 +459,8 @@ class Loop:
         waited_s = reduced.traffic.wait_s + self._peers.wait_s - self._waited_before_s
         lap = self._timesheet.lap(waited_s=waited_s)
         self._reporter.add(lap, num_samples=self._timesheet.num_samples)
-        timing = {
-            "step_s": time.perf_counter() - started,
-            "data_wait_s": self._data_wait_s,
-            "exchange_wait_s": reduced.traffic.wait_s,
-            "sent_bytes": reduced.traffic.sent_bytes,
-            "at_s": time.time(),
-            **lap,
-        }
+        timing = step_timing(reduced, lap, began_s=started, data_wait_s=self._data_wait_s)
+        timing |= self._keeping.news()
         self._recording.step(
             step_record(self._values, ids=ids, reduced=reduced, digest=digest, timing=timing)
         )

@@ -18,6 +18,7 @@ from samestep.exact.order import ShardPlan
 from samestep.names import Event
 from samestep.telemetry.link import Link
 from samestep.telemetry.records import EventRecord, StepRecord
+from samestep.telemetry.timesheet import AUDIT
 from samestep.workload import Values
 
 
@@ -102,6 +103,29 @@ def step_record(
         state_digest=digest,
         timing=timing,
     )
+
+
+def step_timing(
+    reduced: Reduced, lap: Mapping[str, float], *, began_s: float, data_wait_s: float
+) -> dict[str, float]:
+    """What a step took, by name.
+
+    Args:
+        reduced: of the step.
+        lap: of the timesheet.
+        began_s: when the step began, by `time.perf_counter`.
+        data_wait_s: waiting for batches.
+    """
+    audit = {} if reduced.audit_s is None else {AUDIT: reduced.audit_s}
+    return {
+        "step_s": time.perf_counter() - began_s,
+        "data_wait_s": data_wait_s,
+        "exchange_wait_s": reduced.traffic.wait_s,
+        "sent_bytes": reduced.traffic.sent_bytes,
+        "at_s": time.time(),
+        **audit,
+        **lap,
+    }
 
 
 def record_before_update(

@@ -43,6 +43,7 @@ class _Copied:
     step: int
     values_json: str
     records: Sequence[Mapping[str, Any]]
+    at_s: float
 
 
 class Snapshots:
@@ -60,6 +61,11 @@ class Snapshots:
         attempt: number of the attempt.
         first_step: the attempt's first step.
         monotonic: clock in seconds.
+
+    Attributes:
+        cost_s: seconds for which the last one held training up; None before the first.
+        whole_at_s: when the state of the last whole one was copied, in seconds since the epoch, as
+            the first worker of a node knows; None before.
     """
 
     def __init__(
@@ -89,7 +95,8 @@ class Snapshots:
         self._timed_from = (first_step, monotonic())
         self._images: list[Image | None] = [None, None]
         self._num_taken = 0
-        self._cost_s: float | None = None
+        self.cost_s: float | None = None
+        self.whole_at_s: float | None = None
         self._copied: _Copied | None = None
         self._thread: threading.Thread | None = None
         self._has_header = False
@@ -144,10 +151,11 @@ class Snapshots:
             step=step,
             values_json=values_json,
             records=list(self._records()),
+            at_s=time.time(),
         )
         self._num_taken += 1
         ended_s = self._monotonic()
-        self._cost_s = ended_s - started_s
+        self.cost_s = ended_s - started_s
         self._timed_from = (step, ended_s)
         self._next = step + max(self._every, 1)
 
@@ -166,6 +174,7 @@ class Snapshots:
                     values_json=copied.values_json,
                     records=copied.records,
                 )
+                self.whole_at_s = copied.at_s
                 if not self._has_header:
                     snapshot.drop_others(self._run_uri, self._attempt)
                     self._has_header = True
@@ -186,9 +195,9 @@ class Snapshots:
             return self._every
         num_steps = step - self._timed_from[0]
         step_s = (now_s - self._timed_from[1]) / max(num_steps, 1)
-        if self._cost_s is None or step_s <= 0:
+        if self.cost_s is None or step_s <= 0:
             return FIRST_AFTER_STEPS  # the cost is known after this one
-        return max(1, math.ceil(self._cost_s / (MAX_SLOWDOWN * step_s)))
+        return max(1, math.ceil(self.cost_s / (MAX_SLOWDOWN * step_s)))
 
     def _path(self, turn: int) -> Path:
         folder = shared_memory.make_folder(self._run_uri)

@@ -5,8 +5,9 @@ A mode only decides which replicas a process has and how sums meet; everything e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Reduced:
         delivered: what worker 0 told (see `compute`).
         parameters: those that have a gradient, on this process's first replica.
         traffic: what this worker's exchange did.
+        audit_s: seconds that an audit took; None where there was none.
     """
 
     loss: float
@@ -73,6 +75,7 @@ class Reduced:
     delivered: int
     parameters: list[nn.Parameter]
     traffic: Traffic
+    audit_s: float | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -168,6 +171,7 @@ class StepEngine:
             # the same. A worker that froze nothing meets this message in its own small talk.
             self._checked(self.peers.gather(self._message(plans, flag, {}))(), step)
         audit, audited = auditor.plan(self, step, plans), dict[str, str]()
+        began_s = time.perf_counter()
         if audit is not None and audit.auditor[0] == self.peers.world_rank:
             # Before the step's own shards: the buffers are free, so no others are needed.
             try:
@@ -175,6 +179,7 @@ class StepEngine:
             except Exception as error:
                 self.peers.gather({"error": f"{type(error).__name__}: {error}"})()
                 raise
+        computed_s = time.perf_counter() - began_s
         self.exchange.post()
         versions = [_versions(replica.model) for replica in self.replicas]
         for replica in self.replicas:
@@ -210,9 +215,10 @@ class StepEngine:
         assert talk is not None
         self._progress.at(Phase.EXCHANGE, step=step)
         reduced = self._reduce(step, self._checked(talk(), step))
-        if audit is not None:
-            auditor.compare(self, audit, audited, plans, take_apart)
-        return reduced
+        if audit is None:
+            return reduced
+        audit_s = auditor.compare(self, audit, audited, plans, take_apart, computed_s=computed_s)
+        return replace(reduced, audit_s=audit_s)
 
     def forward(
         self,

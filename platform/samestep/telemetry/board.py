@@ -211,6 +211,8 @@ def describe(event: EventRecord) -> str:
             return f"attempt {event.attempt} ended at step {event.step}: {fields.get('reason')}"
         case Event.CHECKPOINT_COMMITTED:
             return f"checkpoint at step {event.step}"
+        case Event.CHECKPOINT_FAILED:
+            return str(fields.get("message", ""))
         case Event.STOP_REQUESTED:
             return f"stop requested: {fields.get('reason')}"
         case Event.EVALUATION:

@@ -148,9 +148,10 @@ class MlflowSink:
                 client.set_tags(delivery.tags)
             if delivery.datasets:
                 client.log_datasets(delivery.datasets)
+            ended = delivery.status in ENDED
             if delivery.attempt_changed or delivery.status:
-                delivery.tracked = self._files.deliver(client, delivery.tracked)
-            if delivery.status in ENDED:
+                delivery.tracked = self._files.deliver(client, delivery.tracked, ended=ended)
+            if ended:
                 delivery.tracked = self._models.deliver(client, delivery.tracked, self._keep_models)
             if delivery.status:
                 delivery.tracked = self._set_status(client, delivery.status, delivery.tracked)
@@ -267,7 +268,7 @@ class MlflowSink:
             if tracked.position != START:
                 self._client = client
                 raise StartOver
-        self._keep(self._files.deliver(client, self._tracked))
+        self._keep(self._files.deliver(client, self._tracked, ended=False))
         if info.returning and client.status in ENDED and read_result(self._run) is None:
             # Somebody took the run for dead while its recorder was being started again.
             self._keep(self._set_status(client, RUNNING, self._tracked))

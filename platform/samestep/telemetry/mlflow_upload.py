@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import tempfile
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from samestep.names import (
     BEST_MODEL_DIR,
     INCIDENT_FILE,
     INCIDENTS_DIR,
+    LEDGER_ARTIFACT,
+    LEDGER_DIR,
     MODEL_DIR,
     NUMERICS_FILE,
     PARAMS_ARTIFACT,
@@ -28,12 +31,18 @@ from samestep.names import (
 )
 from samestep.spec import dump_spec
 from samestep.telemetry import provenance
+from samestep.telemetry.ledger import segments
 from samestep.telemetry.sink import RunInfo
 from samestep.telemetry.tracking_file import Tracked
 from samestep.telemetry.tracking_names import flatten
 
 MODEL_FILE: Final = "MLmodel"
 """Written last: a folder without it is no packed model."""
+MAX_LEDGER_BYTES: Final = 256 << 20
+"""A longer one stays where it is: packing and sending it would hold up the end of a run."""
+GZIP: Final = 31
+"""zlib's word for a gzip file; without a time in it, so that equal ledgers are equal files."""
+LEVEL: Final = 3
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +88,22 @@ class FileUpload:
     def __init__(self, info: RunInfo, refusals: Refusals) -> None:
         self._run: Storage = info.run
         self._spec = info.spec
+        self._say = info.say
         self._refusals = refusals
 
-    def deliver(self, store: FileStore, tracked: Tracked) -> Tracked:
-        """Stores files that are new or changed; where that fails, warns once and goes on."""
+    def deliver(self, store: FileStore, tracked: Tracked, *, ended: bool) -> Tracked:
+        """Stores files that are new or changed; where that fails, warns once and goes on.
+
+        Args:
+            store: the run in MLflow.
+            tracked: what is there.
+            ended: the run has come to an end, and so has its ledger for now.
+
+        Returns:
+            What is there now.
+        """
         try:
-            for name, data in self._files():
+            for name, data in [*self._files(), *(self._ledger() if ended else [])]:
                 digest = hashlib.sha256(data).hexdigest()
                 if tracked.files.get(name) != digest:
                     store.log_file(name, data)
@@ -103,6 +122,21 @@ class FileUpload:
         names = [NUMERICS_FILE]
         names += [f"{INCIDENTS_DIR}/{i}/{INCIDENT_FILE}" for i in self._run.list(INCIDENTS_DIR)]
         return found + [(name, self._run.read(name)) for name in names if self._run.exists(name)]
+
+    def _ledger(self) -> list[tuple[str, bytes]]:
+        """The whole lines of all segments in one file, unless they are too many."""
+        num_bytes = self._run.size_bytes(LEDGER_DIR)
+        if num_bytes > MAX_LEDGER_BYTES:
+            self._say(
+                f"the ledger ({num_bytes / 1e6:.0f} MB) is too long to go to MLflow; it is in "
+                f"{self._run.uri}/{LEDGER_DIR}"
+            )
+            return []
+        packer, parts = zlib.compressobj(LEVEL, wbits=GZIP), []
+        for name in segments(self._run):
+            content = self._run.read(name)
+            parts.append(packer.compress(content[: content.rfind(b"\n") + 1]))
+        return [(LEDGER_ARTIFACT, b"".join(parts) + packer.flush())]
 
 
 class ModelUpload:

@@ -46,6 +46,7 @@ class Outlet:
     Args:
         sink: what to feed; `started` is called here and now.
         info: the run; `say` is replaced by one that is safe in any thread, see `notes`.
+        num_lines: lines of the ledger.
         monotonic: clock in seconds.
         first_backoff_s: pause after a first failure.
 
@@ -58,6 +59,7 @@ class Outlet:
         sink: Sink,
         info: RunInfo,
         *,
+        num_lines: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
         first_backoff_s: float = FIRST_BACKOFF_S,
     ) -> None:
@@ -70,6 +72,7 @@ class Outlet:
         self._latest: StepRecord | None = None
         self._reports: deque[WorkerReport] = deque()
         self._num_dropped = 0
+        self._num_lines = num_lines
         self._num_announced = 1  # what the ledger holds already
         self._has_grown = True
         self._num_delivered = self._num_failures = 0
@@ -86,10 +89,15 @@ class Outlet:
         """Whether the last delivery failed."""
         return self._failing_since is not None
 
-    def announce(self, latest: StepRecord | None = None) -> None:
+    @property
+    def num_waiting(self) -> int:
+        """Lines of the ledger that the sink has not taken yet."""
+        return max(0, self._num_lines - self._spool.position.num_lines)
+
+    def announce(self, latest: StepRecord | None, num_lines: int) -> None:
         """Says that the ledger has grown, or that a step was taken again; never waits long."""
         with self._changed:
-            self._has_grown = True
+            self._has_grown, self._num_lines = True, num_lines
             self._latest = latest or self._latest
             self._count()
 
@@ -261,17 +269,19 @@ class Outlets:
 
     Args:
         sinks: what to feed.
-        info: the run.
+        info: the run; `waiting` is replaced by what is known here.
+        num_lines: lines of the ledger.
 
     Raises:
         InputError: a sink refuses the start; the others are closed.
     """
 
-    def __init__(self, sinks: Sequence[Sink], info: RunInfo) -> None:
+    def __init__(self, sinks: Sequence[Sink], info: RunInfo, *, num_lines: int = 0) -> None:
         self._outlets: list[Outlet] = []
+        info = replace(info, waiting=self.waiting)
         try:
             for sink in sinks:
-                self._outlets.append(Outlet(sink, info))
+                self._outlets.append(Outlet(sink, info, num_lines=num_lines))
         except BaseException:
             self.close(CLOSE_S)
             raise
@@ -279,10 +289,14 @@ class Outlets:
     def __bool__(self) -> bool:
         return bool(self._outlets)
 
-    def announce(self, latest: StepRecord | None) -> None:
-        """Says that the ledger has grown, or that a step was taken again."""
+    def announce(self, latest: StepRecord | None, num_lines: int) -> None:
+        """Says that the ledger has grown to so many lines, or that a step was taken again."""
         for outlet in self._outlets:
-            outlet.announce(latest)
+            outlet.announce(latest, num_lines)
+
+    def waiting(self) -> dict[str, int]:
+        """Lines of the ledger that each sink has not taken yet, by its name; from any thread."""
+        return {outlet.sink.name: outlet.num_waiting for outlet in self._outlets}
 
     def report(self, report: WorkerReport) -> None:
         """Hands on a worker's report, for display."""

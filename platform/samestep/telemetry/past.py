@@ -74,6 +74,7 @@ class Past:
         rollbacks: in order.
         recoveries: how training went on after faults and resizes, in order.
         stop_reason: a stop was asked for in the last attempt.
+        num_lines: lines it holds, those taken back included.
         torn: descriptions of half-written last lines.
     """
 
@@ -85,6 +86,7 @@ class Past:
     rollbacks: list[Rollback] = field(default_factory=list)
     recoveries: list[EventRecord] = field(default_factory=list)
     stop_reason: str | None = None
+    num_lines: int = 0
     torn: list[str] = field(default_factory=list)
     _last_line: Mapping[str, Any] | None = None
     _states: dict[Event, list[EventRecord]] = field(
@@ -103,6 +105,7 @@ class Past:
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Takes in the next line of the ledger."""
+        self.num_lines += 1
         if line["type"] == STEP:
             self._take_step(line)
         else:

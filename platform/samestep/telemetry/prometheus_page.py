@@ -73,6 +73,8 @@ class Page(Collector):
                     values[Metrics.TRACKING_UP, ()] = float(tracking["up"])
                 waiting = max(0, self.totals.num_steps - int(tracking["num_steps"]))
                 values[Metrics.TRACKING_WAITING, ()] = float(waiting)
+        for sink, num_lines in self.info.waiting().items():
+            values[Metrics.SINK_WAITING, (sink,)] = float(num_lines)
         yield from self._families(values)
         for metric, distribution in distributions.items():
             yield self._histogram(metric, distribution)

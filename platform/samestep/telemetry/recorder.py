@@ -121,12 +121,11 @@ class Recorder(BundleCalls):
                 self._run,
                 commit=self._commits.commit,
                 say=self._board.say,
+                log=log,
                 incident=self._incidents.write,
             )
-            info = RunInfo(
-                run=self._run, name=run, spec=spec, about=dict(about), returning=returning
-            )
-            self._outlets = Outlets(sinks, info)
+            info = RunInfo(run=self._run, name=run, spec=spec, about=about, returning=returning)
+            self._outlets = Outlets(sinks, info, num_lines=self._intake.past.num_lines)
         except BaseException:
             self.close()
             raise
@@ -464,7 +463,7 @@ class Recorder(BundleCalls):
 
     def _announce(self, latest: StepRecord | None) -> None:
         if self._outlets:
-            self._outlets.announce(latest)
+            self._outlets.announce(latest, self._intake.past.num_lines)
 
     def _end_attempt(self, reason: str) -> None:
         fields: dict[str, Any] = {"reason": reason}

@@ -18,7 +18,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.errors import CheckpointError, DivergenceError, RecorderError, StorageError
 from samestep.exact.digest import divergence_text
 from samestep.incidents.record import Incident
-from samestep.names import IncidentKind
+from samestep.names import Event, IncidentKind
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Saves:
         run: the run directory.
         commit: makes a checkpoint real, given the manifest's text and how many to keep.
         say: tells whoever follows the run.
+        log: writes an event (kind, step, fields).
         incident: writes an incident.
     """
 
@@ -90,16 +91,19 @@ class Saves:
         *,
         commit: Callable[[str, int], None],
         say: Callable[[str], None],
+        log: Callable[[Event, int, Mapping[str, Any]], None],
         incident: Callable[[Incident], object],
     ) -> None:
         self._run = run
         self._commit = commit
         self._say = say
+        self._log = log
         self._incident = incident
         self._parts: dict[SaveKey, dict[int, Part]] = {}
         self._ended: dict[SaveKey, Answer] = {}
         self._num_failed = 0
         self._untold: Incident | None = None
+        self._unlogged: list[tuple[int, str]] = []
 
     def begin_attempt(self) -> None:
         """Forgets the saves of the attempt before, which nobody can complete."""
@@ -124,13 +128,17 @@ class Saves:
         return self._ended[key]
 
     def tell(self) -> None:
-        """Writes the incident that could not be written when it happened."""
-        if self._untold is not None:
-            try:
+        """Writes what could not be written when it happened."""
+        try:
+            while self._unlogged:
+                step, message = self._unlogged[0]
+                self._log(Event.CHECKPOINT_FAILED, step, {"message": message})
+                del self._unlogged[0]
+            if self._untold is not None:
                 self._incident(self._untold)
-            except StorageError:
-                return
-            self._untold = None
+                self._untold = None
+        except StorageError:
+            return  # tried again with the next save
 
     def _judge(self, parts: Mapping[int, Part], num_parts: int, attempt: int) -> Answer:
         some = next(iter(parts.values()))
@@ -167,8 +175,8 @@ class Saves:
             "good checkpoint stays, and the next one that is due is tried"
         )
         logger.error("run=%s %s", self._run.uri, message)
-        self._say(message)
         self._num_failed += 1
+        self._unlogged.append((step, message))
         if self._num_failed == 1:  # an outage is one incident, however many saves it costs
             self._untold = Incident(
                 kind=IncidentKind.STORAGE,
@@ -178,6 +186,8 @@ class Saves:
                 time=time.time(),
             )
         self.tell()
+        if self._unlogged:  # else the event has told it
+            self._say(message)
         try:
             self._clear(step)
         except StorageError as error:

@@ -30,6 +30,7 @@ class RunInfo:
             refused any more, only warned of.
         about: facts that only the launcher knows, by name (see `provenance.facts`).
         say: tells whoever follows the run; from any thread.
+        waiting: lines of the ledger that each sink has not taken yet, by its name; from any thread.
     """
 
     run: Storage
@@ -38,6 +39,7 @@ class RunInfo:
     returning: bool = False
     about: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = lambda text: None
+    waiting: Callable[[], Mapping[str, int]] = dict
 
 
 class StartOver(Exception):

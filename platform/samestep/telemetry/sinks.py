@@ -18,6 +18,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.names import (
     MLFLOW_ENV_PREFIX,
+    MLFLOW_EXPERIMENT,
     TRACKING_ARTIFACTS_DIR,
     TRACKING_DATABASE,
     Env,
@@ -128,7 +129,9 @@ def plan_sinks(
     root = f"file://{storage.root}/{TRACKING_ARTIFACTS_DIR}" if is_default else None
     return SinkPlan(
         tracking_uri=uri,
-        experiment=spec.tracking.experiment,
+        experiment=(
+            spec.tracking.experiment or environ.get(Env.MLFLOW_EXPERIMENT_NAME) or MLFLOW_EXPERIMENT
+        ),
         artifact_root=root,
         required=spec.tracking.required,
         hint=f"{program('mlflow')} ui --backend-store-uri {uri}" if is_default else "",

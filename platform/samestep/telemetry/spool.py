@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from samestep.checkpoint.storage import Storage
@@ -32,10 +32,12 @@ class Position:
     Attributes:
         segment: number of the segment; 0 is the beginning.
         offset_bytes: bytes of it that are behind.
+        num_lines: lines behind it in all segments, headers left out.
     """
 
     segment: int = 0
     offset_bytes: int = 0
+    num_lines: int = field(default=0, compare=False)
 
 
 START: Final = Position()
@@ -65,6 +67,11 @@ class Spool:
         self._position = position
         self._chunk_bytes = chunk_bytes
 
+    @property
+    def position(self) -> Position:
+        """Where the next line is read."""
+        return self._position
+
     def seek(self, position: Position) -> None:
         """Goes on from another place."""
         self._position = position
@@ -85,7 +92,8 @@ class Spool:
             if number < position.segment:
                 continue
             if number > position.segment:
-                position = Position(segment=number)
+                num_lines = self._position.num_lines + len(lines)
+                position = Position(segment=number, num_lines=num_lines)
             lines += self._of_segment(position, number == numbers[-1], max_lines - len(lines))
             if len(lines) == max_lines:
                 break
@@ -95,28 +103,33 @@ class Spool:
         name = f"{LEDGER_DIR}/{position.segment:08d}{LEDGER_SUFFIX}"
         place = f"{self._run.uri}/{name}"
         lines: list[Line] = []
-        for text, behind, is_end in self._texts(name, position):
+        for text, behind_bytes, is_end in self._texts(name, position.offset_bytes):
             data = _parse(text)
             if data is None:
                 if not is_end:
                     raise StorageError(
-                        f"{place} is damaged before byte {behind.offset_bytes}; restore the file "
-                        "from a copy"
+                        f"{place} is damaged before byte {behind_bytes}; restore the file from a "
+                        "copy"
                     )
                 if not is_last:
                     logger.warning("%s: its last line was cut off and is left out", place)
                 break
-            if behind.offset_bytes == len(text) + 1:
+            if behind_bytes == len(text) + 1:
                 check_header(place, data)
             else:
+                behind = Position(
+                    segment=position.segment,
+                    offset_bytes=behind_bytes,
+                    num_lines=position.num_lines + len(lines) + 1,
+                )
                 lines.append(Line(record=_record(data), position=behind))
             if len(lines) == max_lines:
                 break
         return lines
 
-    def _texts(self, name: str, position: Position) -> Iterator[tuple[bytes, Position, bool]]:
-        """Whole lines, the position behind each, and whether the file ends there for now."""
-        offset, size = position.offset_bytes, self._chunk_bytes
+    def _texts(self, name: str, offset: int) -> Iterator[tuple[bytes, int, bool]]:
+        """Whole lines, the bytes behind each, and whether the file ends there for now."""
+        size = self._chunk_bytes
         while True:
             chunk = self._run.read_part(name, offset, size)
             at_end = len(chunk) < size
@@ -126,7 +139,7 @@ class Spool:
                 for number, text in enumerate(texts, 1):
                     offset += len(text) + 1
                     is_end = at_end and not rest and number == len(texts)
-                    yield text, replace(position, offset_bytes=offset), is_end
+                    yield text, offset, is_end
             elif not at_end:
                 size *= 2  # a line that is longer than the chunk
             if at_end:

@@ -11,6 +11,14 @@ from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 from samestep.names import Activity
 
 ELAPSED: Final = "elapsed_s"
+SAVE: Final = "save_s"
+"""In the timing of the step behind it: for how long a checkpoint held training up."""
+SNAPSHOT: Final = "snapshot_s"
+"""Likewise, of a snapshot."""
+SNAPSHOT_AT: Final = "snapshot_at_s"
+"""When the state of a snapshot was copied that has become whole since the last step."""
+AUDIT: Final = "audit_s"
+"""What the step's audit took."""
 DIGITS: Final = 6
 
 P = ParamSpec("P")

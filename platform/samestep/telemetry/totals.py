@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from samestep.incidents.bundle import StateSource
 from samestep.metric_names import HISTOGRAMS, STEP_SECONDS_BUCKETS, Metric, Metrics
 from samestep.names import Activity, Event, IncidentKind, RestartCause, TimePart
 from samestep.telemetry.accounting import NOTICED_LATE, TIMING, Accounting
 from samestep.telemetry.budget import Spending
 from samestep.telemetry.records import INHERITED, EventRecord, StepRecord
-from samestep.telemetry.timesheet import seconds_of
+from samestep.telemetry.timesheet import AUDIT, SAVE, SNAPSHOT, SNAPSHOT_AT, seconds_of
 
 Labels = tuple[str, ...]
 COUNTED_FROM_THE_START: Final = (
     *(Metrics.STEPS, Metrics.SAMPLES, Metrics.LOSS_WEIGHT, Metrics.SKIPPED_STEPS),
     *(Metrics.SENT_BYTES, Metrics.ATTEMPTS, Metrics.REDONE_STEPS, Metrics.CHECKPOINTS),
+    Metrics.CHECKPOINT_FAILURES,
 )
 RESTART_CAUSES: Final = (*map(str, RestartCause), *map(str, IncidentKind))
+STATE_SOURCES: Final = tuple(str(s) for s in StateSource if s is not StateSource.LIVE)
+"""Where an attempt's state may come from."""
 
 
 @dataclass(kw_only=True)
@@ -73,6 +77,8 @@ class Totals:
             self.values[Metrics.INCIDENTS, (str(kind),)] = 0.0
         for cause in RESTART_CAUSES:
             self.values[Metrics.RESTARTS, (cause,)] = 0.0
+        for source in STATE_SOURCES:
+            self.values[Metrics.RESTORES, (source,)] = 0.0
         self._show_time()
 
     @property
@@ -124,12 +130,20 @@ class Totals:
         self.distributions[Metrics.COMPUTE_SECONDS].add(seconds[Activity.TRAINING])
         self.distributions[Metrics.DATA_WAIT_SECONDS].add(seconds[Activity.DATA])
         self.distributions[Metrics.COMMUNICATION_SECONDS].add(seconds[Activity.COMMUNICATION])
-        self._add_checkpoint(seconds)
+        # What was kept is told by the step after it.
+        for metric, name in (
+            (Metrics.CHECKPOINT_SECONDS, SAVE),
+            (Metrics.SNAPSHOT_SECONDS, SNAPSHOT),
+            (Metrics.AUDIT_SECONDS, AUDIT),
+        ):
+            if name in timing:
+                self.distributions[metric].add(float(timing[name]))
+        self._show(Metrics.LAST_SNAPSHOT, timing.get(SNAPSHOT_AT))
 
-    def _add_checkpoint(self, seconds: Mapping[Activity, float]) -> None:
-        """A checkpoint is told by the step after it, the last one by the end of the run."""
-        if seconds[Activity.CHECKPOINT] > 0:
-            self.distributions[Metrics.CHECKPOINT_SECONDS].add(seconds[Activity.CHECKPOINT])
+    def _add_last_checkpoint(self, held_s: float) -> None:
+        """There is no step behind it to tell."""
+        if held_s > 0:
+            self.distributions[Metrics.CHECKPOINT_SECONDS].add(held_s)
 
     def _add_event(self, record: EventRecord) -> None:
         fields = record.fields
@@ -146,19 +160,23 @@ class Totals:
                 self._count(Metrics.CHECKPOINTS)
                 self._show(Metrics.LAST_CHECKPOINT, record.time)
                 self._show(Metrics.LAST_CHECKPOINT_BYTES, fields.get("bytes"))
+            case Event.CHECKPOINT_FAILED:
+                self._count(Metrics.CHECKPOINT_FAILURES)
             case Event.EVALUATION:
                 for name, value in fields.get("metrics", {}).items():
                     self._show(Metrics.EVALUATION, value, name)
             case Event.INCIDENT:
                 self._last_incident = str(fields.get("kind", ""))
                 self._count(Metrics.INCIDENTS, 1, self._last_incident)
+            case Event.RECOVERED:
+                self._add_recovery(fields)
             case Event.ROLLED_BACK:
                 self.num_steps = min(self.num_steps, record.step)
             case Event.FINISHED:
                 self.finished = True
                 timing = fields.get(TIMING)
                 if isinstance(timing, Mapping):
-                    self._add_checkpoint(seconds_of(timing))
+                    self._add_last_checkpoint(seconds_of(timing)[Activity.CHECKPOINT])
             case _:
                 pass
 
@@ -167,6 +185,9 @@ class Totals:
         if self.attempt:
             self._count(Metrics.RESTARTS, 1, self._why_restarted())
         self._count(Metrics.ATTEMPTS)
+        source = str(fields.get("source", ""))
+        if source in STATE_SOURCES:
+            self._count(Metrics.RESTORES, 1, source)
         self._show(Metrics.WORKERS, fields.get("world_size", 0))
         self._show(Metrics.ATTEMPT_STARTED, record.time)
         self._show(Metrics.PLANNED_STEPS, fields.get("total_steps"))
@@ -178,6 +199,16 @@ class Totals:
         for seconds in self.accounting.recoveries[self._num_recoveries :]:
             self.distributions[Metrics.RECOVERY_SECONDS].add(seconds)
         self._num_recoveries = len(self.accounting.recoveries)
+
+    def _add_recovery(self, fields: Mapping[str, Any]) -> None:
+        planned = bool(fields.get("planned"))
+        standstill = (
+            Metrics.PLANNED_STANDSTILL_SECONDS if planned else Metrics.FAULT_STANDSTILL_SECONDS
+        )
+        self.distributions[standstill].add(float(fields.get("again_s", 0.0)))
+        detected_s = fields.get("detected_s")
+        if detected_s is not None:
+            self.distributions[Metrics.DETECTION_SECONDS].add(float(detected_s))
 
     def _why_restarted(self) -> str:
         """A cause of the closed list; the first that applies."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pyarrow import fs
+from typer.testing import CliRunner
 
 from samestep import JobSpec, RunInUseError, StorageError, load_weights, parse_spec, train
 from samestep.checkpoint.committed import commit, list_checkpoints
@@ -22,6 +23,7 @@ from samestep.checkpoint.state import State, state_sha256
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import ProcessWriter
 from samestep.checkpoint.writing import Outline, write_files
+from samestep.cli.main import app
 from samestep.errors import BundleError
 from samestep.incidents.bundle import folder_of
 from samestep.incidents.packing import pack, unpack
@@ -178,6 +180,10 @@ def test_a_run_in_a_bucket_trains_resumes_and_ends_as_one_on_disk(
     assert sorted(steps(run)) == list(range(7))
     assert [event.step for event in events(run, Event.CHECKPOINT_COMMITTED)] == [2, 4, 6, 7]
     assert load_weights(end.run)["weight"].shape == (1, 2)
+    watched = CliRunner().invoke(app, ["watch", end.run])
+    assert watched.exit_code == 0, watched.output
+    assert "done  attempt 2, local" in watched.output
+    assert "step 7 of 7" in watched.output
     over = train(make_spec(max_steps=4), search=[tmp_path], restart=True)
     assert over.digest == half.digest
     listed = Storage.at(end.run.replace("/bucketed?", "?")).list()

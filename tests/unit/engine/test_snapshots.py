@@ -28,6 +28,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.engine.node import Node, require_room
 from samestep.engine.peers import Peers
 from samestep.engine.snapshots import Snapshots
+from samestep.telemetry.timesheet import AUDIT, SAVE, SNAPSHOT, SNAPSHOT_AT
 
 FOLDER = Path(__file__).resolve().parent
 WAIT_S = 120.0
@@ -90,6 +91,23 @@ def test_bits_do_not_depend_on_snapshots(train: Train, every: int | str) -> None
         load_checkpoint(Storage.at(str(run.folder)), 6)
 
 
+def test_a_step_tells_what_was_kept_before_it_and_nothing_where_nothing_was(train: Train) -> None:
+    checkpoint = {"every_steps": 3, "snapshot_every": 2}
+    job = spec_of("Conv", max_steps=9, checkpoint=checkpoint, incidents={"audit_every": 4})
+    for size in (1, 2):
+        began_s = time.time()
+        timings = [record.timing for record in train(job, f"run-{size}", size).steps()]
+        told = {
+            name: [step for step, timing in enumerate(timings) if name in timing]
+            for name in (SAVE, SNAPSHOT, AUDIT)
+        }
+        assert told == {SAVE: [3, 6], SNAPSHOT: [2, 4, 6, 8], AUDIT: [3, 7]}
+        moments = [timing[SNAPSHOT_AT] for timing in timings if SNAPSHOT_AT in timing]
+        assert moments == sorted(moments)
+        assert all(began_s < moment < time.time() for moment in moments)
+        assert all(timing[name] > 0 for timing in timings for name in told if name in timing)
+
+
 def parts_of(optimizer: str = "sgd") -> Parts:
     model = nn.Linear(1000, 100, bias=False)
     made = {
@@ -145,6 +163,8 @@ def test_the_interval_is_such_that_copies_take_a_hundredth_of_the_time(
     first, second, *others = (later - one for one, later in itertools.pairwise([10, *taken]))
     assert (first, second) == (3, 3)  # until the cost is known
     assert set(others) <= {20, 21}
+    assert snapshots.cost_s == pytest.approx(0.05)
+    assert snapshots.whole_at_s is not None
     assert snapshot.newest("/a/run") == taken[-2]  # the last one is not known to be whole yet
     assert snapshot.load("/a/run", taken[-2]).records == [{"step": 1}]
 

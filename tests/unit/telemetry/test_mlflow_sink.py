@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError, StorageError
 from samestep.incidents.record import Incident
-from samestep.names import TRACKING_FILE, IncidentKind, Tag
+from samestep.names import LEDGER_ARTIFACT, TRACKING_FILE, IncidentKind, Tag
 from samestep.spec import dump_spec, parse_spec
 from samestep.telemetry.datasets import DatasetInfo
+from samestep.telemetry.ledger import HEADER, read_ledger
 from samestep.telemetry.mlflow_client import Point, TrackingError
 from samestep.telemetry.mlflow_sink import MlflowSink
 from samestep.telemetry.recorder import Recorder
@@ -339,6 +341,25 @@ def test_a_damaged_position_file_is_told_with_what_to_do(run: Storage, open_reco
     run.write(TRACKING_FILE, b"{}")
     with pytest.raises(StorageError, match=r"mlflow\.json is damaged.*delete it"):
         open_recorder()
+
+
+def test_the_ledger_goes_along_at_each_end_and_is_the_runs_own(
+    run: Storage, server: Server, open_recorder: Any, tell: Any
+) -> None:
+    recorder = open_recorder()
+    attempt = tell(recorder, 0, 3)
+    assert recorder.drain() == []
+    (only,) = server.runs.values()
+    assert LEDGER_ARTIFACT not in only.files
+    finish(recorder, attempt, "interrupted")
+    first = gzip.decompress(only.files[LEDGER_ARTIFACT])
+    recorder = open_recorder()
+    finish(recorder, tell(recorder, 3, 5), "done")
+    whole = gzip.decompress(only.files[LEDGER_ARTIFACT])
+    assert whole.startswith(first)
+    lines = [json.loads(line) for line in whole.splitlines()]
+    assert [line for line in lines if line["type"] != HEADER] == list(read_ledger(run))
+    assert len(lines) > len(list(read_ledger(run)))
 
 
 def texts_of(recorder: Recorder) -> list[str]:

@@ -177,6 +177,33 @@ def test_a_sink_that_hangs_holds_up_neither_records_nor_the_end(
     assert sink.steps == other.steps == list(range(50))
 
 
+def test_each_sink_has_a_backlog_of_its_own_that_outlives_the_recorder(
+    open_recorder: Open, tell: Any
+) -> None:
+    hanging, quick = Fake(), Fake()
+    hanging.name, quick.name = "hanging", "quick"
+    recorder = open_recorder(hanging, quick)
+    tell(recorder, 0, 3)
+    assert recorder.drain() == []
+    assert quick.info.waiting() == {"hanging": 0, "quick": 0}
+    hanging.gate.clear()
+    hanging.taking.clear()
+    tell(recorder, 3, 5)
+    assert hanging.taking.wait(10)
+    assert recorder.drain(0.3, 0.1) == ["hanging"]
+    # An end, a start and two steps.
+    assert quick.info.waiting() == {"hanging": 4, "quick": 0}
+    hanging.gate.set()
+    assert recorder.drain() == []
+    recorder.close()
+    # Nothing was delivered to this one: all lines but the headers wait.
+    again = Fake(failures=[OSError("away")] * 9)
+    recorder = open_recorder(again)
+    assert again.info.waiting() == {"fake": 8}
+    assert recorder.drain() == ["fake"]
+    assert again.info.waiting() == {"fake": 8}
+
+
 def test_an_end_keeps_the_run_until_its_sinks_have_got_it(
     run: Storage, open_recorder: Open, tell: Any
 ) -> None:

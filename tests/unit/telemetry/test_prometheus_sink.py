@@ -62,8 +62,9 @@ def open_recorder(run: Storage) -> Iterator[Open]:
 
 @pytest.fixture
 def tell(make_step: Callable[..., StepRecord]) -> Callable[..., int]:
-    def steps(recorder: Recorder, start: int, stop: int, **changes: Any) -> int:
-        attempt = recorder.begin_attempt({"start_step": start, "mode": "ddp", "world_size": 2})
+    def steps(recorder: Recorder, start: int, stop: int, source: str = "", **changes: Any) -> int:
+        info = {"start_step": start, "mode": "ddp", "world_size": 2, "source": source}
+        attempt = recorder.begin_attempt(info)
         records = [make_step(step, **changes).to_json() for step in range(start, stop)]
         recorder.push(attempt, "0", 1, records)
         recorder.drain()
@@ -291,6 +292,48 @@ def test_restarts_are_counted_by_what_ended_the_attempt_before(
     assert recoveries == (0 if end else 1)
 
 
+def test_recoveries_are_told_apart_by_whether_they_were_planned_and_by_where_the_state_was(
+    open_recorder: Open, tell: Any
+) -> None:
+    recorder, sink = open_recorder()
+    tell(recorder, 0, 4, source="start")
+    again = tell(recorder, 2, 5, source="checkpoint")
+    fault = {"cause": "crash", "message": "lost", "planned": False, "workers": [2, 1]}
+    recorder.recovered(again, {**fault, "detected_s": 0.25, "again_s": 0.75})
+    grown = tell(recorder, 5, 6, source="survivor")
+    plan = {"cause": "grow", "message": "", "planned": True, "workers": [1, 2]}
+    recorder.recovered(grown, {**plan, "detected_s": None, "again_s": 0.5})
+    recorder.drain()
+    samples = scrape(sink.url)
+    for name, count, total in (
+        ("detection", 1, 0.25),
+        ("fault_standstill", 1, 0.75),
+        ("planned_standstill", 1, 0.5),
+    ):
+        assert samples[f"samestep_{name}_seconds_count", (("run", "r"),)] == count
+        assert samples[f"samestep_{name}_seconds_sum", (("run", "r"),)] == total
+    sources = {"start": 1, "checkpoint": 1, "survivor": 1, "snapshot": 0}
+    for source, count in sources.items():
+        assert value(samples, Metrics.RESTORES, source=source) == count
+    assert value(samples, Metrics.REDONE_STEPS) == 2
+
+
+def test_checkpoints_snapshots_and_audits_are_counted_where_a_step_tells_of_one(
+    open_recorder: Open, tell: Any
+) -> None:
+    recorder, sink = open_recorder()
+    idle = {"step_s": 0.01, "training_s": 0.01, "checkpoint_s": 1e-6, "elapsed_s": 0.01}
+    tell(recorder, 0, 2, timing=idle)
+    assert Metrics.LAST_SNAPSHOT.name not in {name for name, _ in scrape(sink.url)}
+    kept = {"save_s": 0.5, "snapshot_s": 0.25, "snapshot_at_s": 1000.5, "audit_s": 0.125}
+    tell(recorder, 2, 3, timing={**idle, **kept})
+    samples = scrape(sink.url)
+    for name, total in (("checkpoint", 0.5), ("snapshot", 0.25), ("audit", 0.125)):
+        assert samples[f"samestep_{name}_seconds_count", (("run", "r"),)] == 1
+        assert samples[f"samestep_{name}_seconds_sum", (("run", "r"),)] == total
+    assert value(samples, Metrics.LAST_SNAPSHOT) == 1000.5
+
+
 def test_a_run_that_has_ended_wants_no_workers(open_recorder: Open, tell: Any) -> None:
     recorder, sink = open_recorder()
     attempt = tell(recorder, 0, 2)
@@ -310,6 +353,20 @@ def test_a_driver_that_died_without_a_word_is_a_cause_of_its_own(
     recorder, sink = open_recorder()
     tell(recorder, 2, 4)
     assert value(scrape(sink.url), Metrics.RESTARTS, cause="driver_lost") == 1
+
+
+def test_saves_that_failed_are_counted(open_recorder: Open, tell: Any) -> None:
+    recorder, sink = open_recorder()
+    attempt = tell(recorder, 0, 3)
+    part = {"num_parts": 1, "world_rank": 0, "keep": 1, "files": {}, "digests": []}
+    for step in (2, 3):
+        given = {**part, "step": step, "try_number": 1, "manifest": None, "error": "no space left"}
+        assert recorder.part(attempt, given)["state"] == "failed"
+    recorder.drain()
+    samples = scrape(sink.url)
+    assert value(samples, Metrics.CHECKPOINT_FAILURES) == 2
+    assert value(samples, Metrics.CHECKPOINTS) == 0
+    assert value(samples, Metrics.INCIDENTS, kind="storage") == 1
 
 
 def test_a_loss_that_is_nan_is_shown_as_such(open_recorder: Open, tell: Any) -> None:

@@ -97,11 +97,13 @@ def test_a_part_that_failed_fails_the_save_and_gives_its_room_back(
     first, second = parts_of(3)
     recorder.part(attempt, {**first, "error": "still none"})
     assert len(list_incidents(run)) == 1  # the same outage
+    assert kinds(run).count("checkpoint_failed") == 2
     first, second = parts_of(4)
     recorder.part(attempt, first)
     assert recorder.part(attempt, second)["state"] == "committed"
     told = [message["text"] for message in recorder.status()["messages"]]
     assert "checkpoints are written again, after 2 that failed" in told
+    assert sum("could not be saved: worker 0: still none" in text for text in told) == 1
 
 
 def test_what_an_outage_kept_from_being_written_is_written_when_it_is_over(

@@ -45,6 +45,13 @@ def test_the_spec_goes_before_the_environment(tmp_path: Path) -> None:
     assert "MLFLOW_TRACKING_TOKEN" not in repr(found)
 
 
+def test_the_experiment_is_the_jobs_or_else_the_environments(tmp_path: Path) -> None:
+    environ = {"MLFLOW_EXPERIMENT_NAME": "team"}
+    assert plan(str(tmp_path)).experiment == "samestep"
+    assert plan(str(tmp_path), environ).experiment == "team"
+    assert plan(str(tmp_path), environ, tracking={"experiment": "own"}).experiment == "own"
+
+
 def test_remote_storage_without_a_server_says_once_that_records_wait() -> None:
     found = plan(REMOTE)
     assert found.tracking_uri is None
@@ -80,6 +87,13 @@ def test_what_is_switched_off_is_not_made(tmp_path: Path) -> None:
 def test_a_plan_can_be_sent_to_another_process(tmp_path: Path) -> None:
     found = plan(str(tmp_path))
     assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_a_plan_of_a_submitted_job_knows_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "raysubmit_7")
+    assert plan(str(tmp_path)).about[Tag.JOB_ID] == "raysubmit_7"
 
 
 def test_a_plan_knows_the_revision_of_the_workload(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.errors import StorageError
 from samestep.names import Event
 from samestep.telemetry.ledger import LedgerWriter
+from samestep.telemetry.past import read_past
 from samestep.telemetry.records import EventRecord, StepRecord
 from samestep.telemetry.spool import START, Line, Position, Spool
 
@@ -113,6 +114,17 @@ def test_an_hour_at_ten_steps_a_second_waits_in_under_100_mb_and_is_read_in_part
         found += steps_of(lines)
         spool.seek(lines[-1].position)
     assert found == list(range(num_steps))
+
+
+def test_a_position_tells_how_many_lines_are_behind_it(run: Storage, make_step: MakeStep) -> None:
+    for start in (0, 3):
+        LedgerWriter(run).append([make_step(s).to_json() for s in range(start, start + 3)])
+    spool, found = Spool(run), []
+    while lines := spool.read(2):
+        found += [line.position.num_lines for line in lines]
+        spool.seek(lines[-1].position)
+    assert found == [1, 2, 3, 4, 5, 6]
+    assert spool.position.num_lines == read_past(run).num_lines
 
 
 def test_positions_are_ordered_as_the_lines_are() -> None:
