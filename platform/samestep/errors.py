@@ -125,7 +125,9 @@ class CorruptionError(SamestepError):
 
     Attributes:
         seen: `culprit` (world rank, None where that can't be told), `host` (its node), `parameter`,
-            `shard`, `owner`, `auditor`, `digests`, `repeats`, `transient`.
+            `shard`, `computed` (that shard, after the one it is added to in place), `owner`,
+            `auditor`, `digests` (of these two), `repeats` and `hosts` (by world rank), `right`
+            (digest; None as with `culprit`), `transient`, `policy`.
     """
 
     def __init__(self, message: str, seen: Mapping[str, Any] = MappingProxyType({})) -> None:

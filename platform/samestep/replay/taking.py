@@ -16,6 +16,8 @@ import torch
 
 from samestep.checkpoint.state import Parts, State, collect, restore
 from samestep.engine.appraisal import Appraisal
+from samestep.engine.audit import Digests, Task
+from samestep.engine.auditor import compute_apart
 from samestep.engine.buffers import BufferKeeper
 from samestep.engine.canary import nominal_weight
 from samestep.engine.hooks import Hooks
@@ -197,6 +199,22 @@ class Taker:
             name: tensor.detach().to("cpu", copy=True) for name, tensor in live.tensors.items()
         }
         return State(step=live.step, tensors=tensors, values=deepcopy(live.values))
+
+    def gradients_apart(self, shards: tuple[int, ...]) -> Digests:
+        """Digests of the gradients of a shard of the next step, as an audit takes them.
+
+        To be called after `begin_step`; no trace is left.
+
+        Args:
+            shards: the shard, after the one it is added to in place, if there is one.
+
+        Raises:
+            SamestepError: whatever forward and backward raise.
+        """
+        self.engine.follow_trainable()
+        here = (0, 0)
+        task = Task(step=self.step, shard=shards[-1], computed=shards, owner=here, auditor=here)
+        return compute_apart(self.engine, task, self.plans(self.step), self._bench.take)
 
     def take(self, on_reduced: Callable[[Reduced], None] | None = None) -> Taken:
         """Takes the next step.

@@ -18,6 +18,8 @@ def describe(found: Replayed) -> list[str]:
     first = found.first_difference
     if first is not None and found.verdict is Verdict.WITHIN_TOLERANCE:
         lines.append(f"first difference in bits at step {first[0]}: {first[1]}")
+    if found.audited is not None and lines[0] != found.audited.headline():
+        lines.append(f"of the audit: {found.audited.headline()}")
     lines += [*found.notes, *_where_they_stood(found.incident)]
     if found.numerics:
         lines += [
@@ -62,6 +64,8 @@ def headline(found: Replayed) -> str:
             if is_same
             else (f"not reproduced: {found.ended}")
         )
+    if found.audited is not None and found.raised is None and first is None:
+        return found.audited.headline()
     if found.verdict is Verdict.NOT_REPRODUCED:
         if first is not None:
             return f"not reproduced: first difference at step {first[0]}: {first[1]}"
@@ -115,6 +119,7 @@ def as_json(found: Replayed) -> dict[str, Any]:
         "incident": found.incident.id if found.incident is not None else None,
         "raised": None if found.raised is None else str(found.raised),
         "ended": found.ended or None,
+        "audit": None if found.audited is None else found.audited.to_json(),
         "numerics": list(found.numerics),
         "tolerance": found.tolerance,
         "surroundings": list(found.surroundings),

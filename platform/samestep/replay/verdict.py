@@ -15,6 +15,7 @@ from samestep.exact import numerics
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.replay.apart import Ended
+from samestep.replay.audited import Audit, Audited
 from samestep.replay.bench import Place
 from samestep.replay.raised import Raised
 from samestep.replay.source import Source
@@ -79,6 +80,7 @@ class Replayed:
         incident: at the step; None where it is any step.
         raised: by the step now.
         raised_then: by the step in the run, as the incident tells.
+        audited: the gradients of an audit that failed, computed here too; None: there was none.
         numerics: how the binding numerics differ from those of the run.
         tolerance: what values were held to where they do; else None.
         surroundings: how code and packages differ, as far as that is known; compared by nobody.
@@ -95,6 +97,7 @@ class Replayed:
     incident: Incident | None
     raised: Raised | None = None
     raised_then: Raised | None = None
+    audited: Audited | None = None
     numerics: tuple[str, ...] = ()
     tolerance: float | None = None
     surroundings: tuple[str, ...] = ()
@@ -158,6 +161,8 @@ def replay(
     raised: Raised | None = None
     before: State | None = None
     known = _Known(source)
+    audit = Audit.in_incident(source.incident, num_shards=taker.spec.shards)
+    audited: Audited | None = None
     while raised is None and taker.step <= source.step + num_after:
         step = taker.step
         on_step(step)
@@ -166,6 +171,8 @@ def replay(
                 taker.begin_step()
                 before = taker.state()
                 before_step(taker)
+                if audit is not None:
+                    audited = Audited.of(audit, taker.gradients_apart(audit.computed))
             taken = taker.take()
         except CannotReplayError:
             raise
@@ -184,7 +191,7 @@ def replay(
             raised = Raised.of(error)
     incident = source.incident
     then = _raised_then(incident)
-    verdict, notes = _verdict(source, compared, raised, then)
+    verdict, notes = _verdict(source, compared, raised, then, audited)
     return Replayed(
         verdict=verdict,
         step=source.step,
@@ -193,6 +200,7 @@ def replay(
         incident=incident,
         raised=raised,
         raised_then=then,
+        audited=audited,
         numerics=tuple(differing),
         tolerance=tolerance,
         surroundings=tuple(surroundings(source.provenance, taker.workload.folder)),
@@ -313,6 +321,7 @@ def _verdict(
     compared: Sequence[Compared],
     raised: Raised | None,
     then: Raised | None,
+    audited: Audited | None,
 ) -> tuple[Verdict, list[str]]:
     notes: list[str] = []
     values = Verdict.REPRODUCED
@@ -326,6 +335,8 @@ def _verdict(
             return values, notes
         notes.append(f"the step raised {raised}; in the run " + (str(then) if then else "nothing"))
         return Verdict.NOT_REPRODUCED, notes
+    if audited is not None:
+        return (values if audited.is_reproduced else Verdict.NOT_REPRODUCED), audited.notes()
     is_known = any(item.recorded is not None for item in compared)
     if then is not None:
         told = f"the run raised {then}; now the step went through"

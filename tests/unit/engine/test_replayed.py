@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attempts import Run, Train
+from attempts import Run, Train, replayed
 from pool import spec_of
 
 from samestep.incidents.bundle import folder_of, has_bundle
@@ -17,7 +15,6 @@ from samestep.incidents.record import list_incidents
 
 Results = Callable[..., list[Any]]
 HERE = Path(__file__).resolve().parent
-FRESH = HERE.parent / "replay" / "fresh.py"
 WHERE = ["before_step", "backward", "optimizer", "on_step", "evaluate"]
 
 
@@ -31,22 +28,6 @@ def spec(tmp_path: Path, where: str) -> dict[str, Any]:
         checkpoint={"every_steps": 2},
         digest_every=2,
     )
-
-
-def replayed(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
-    """What a fresh process gives for each command."""
-    (folder / "commands").write_text(json.dumps([{"args": command} for command in commands]))
-    done = subprocess.run(
-        [sys.executable, "-P", str(FRESH), "commands", "results"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads((folder / "results").read_text())
-    return found
 
 
 def test_an_exception_anywhere_in_a_step_is_raised_again_from_its_bundle(
