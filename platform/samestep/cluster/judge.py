@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from samestep.cluster.notes import Notes
 from samestep.cluster.policy import Cause, Fault, RetryPolicy, Verdict
 from samestep.cluster.process import Whereabouts
+from samestep.incidents.cause import ECHO
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec_faults import Retries
@@ -79,5 +80,6 @@ class Judge:
             host=fault.host,
             time=time.time(),
             message=fault.message,
+            seen={ECHO: True} if fault.cause is Cause.LOST else {},
         )
         self._notes.put("note_incident", incident.to_json())

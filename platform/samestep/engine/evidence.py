@@ -43,8 +43,6 @@ HURRY_S: Final = 5.0
 MAX_STEPS: Final = 500
 """Steps between the state and the incident whose samples are kept at most."""
 
-CRASH: Final = IncidentKind.CRASH
-
 logger = logging.getLogger(__name__)
 
 _under_way: list[Bundling] = []
@@ -167,8 +165,7 @@ class Evidence:
         lacking = [Incident.from_json(data) for data in told]
         ahead = [incident for incident in lacking if incident.step >= step]
         if ahead:
-            # A worker that hung is ended, and so looks lost as well: the hang tells more.
-            last = max(ahead, key=lambda one: (one.attempt, one.kind is not CRASH, one.time))
+            last = max(ahead, key=lambda one: (one.attempt, one.time))
             self.keep(last, state_of, source=source)
 
     def finish(self, *, hurries: bool = False) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +194,11 @@ def test_of_a_crash_the_next_attempt_keeps_its_state_and_the_samples_up_to_it(
     first = train(spec, "run")
     crash = Incident(kind=IncidentKind.CRASH, step=8, attempt=1, message="killed", time=1.0)
     crash = write(first.storage, crash)
-    hang = write(first.storage, replace(crash, kind=IncidentKind.HANG, time=0.5, id=""))
     run = train({**spec, "max_steps": 12}, "run", world_size=2)
     calm = train({**spec, "max_steps": 12}, "calm")
     assert run.result, run.verdict
     assert run.digest == calm.digest
-    assert not has_bundle(folder_of(run.storage, crash.id))
-    source = BundleSource(folder_of(run.storage, hang.id), modules=["cases"])
+    source = BundleSource(folder_of(run.storage, crash.id), modules=["cases"])
     assert source.bundle.state_source == "checkpoint"
     assert source.bundle.state_step == 6
     assert source.bundle.sample_steps == (6, 7, 8)
