@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attempts import PLACES, Run, Train
+from attempts import PLACES, Run, Train, replayed
 from pool import spec_of
 from reading import OneFile
 
@@ -205,6 +206,33 @@ def test_of_a_crash_the_next_attempt_keeps_its_state_and_the_samples_up_to_it(
     assert state_sha256(source.start().state) == load_checkpoint(run.storage, 6)[1].digest
     for step in (6, 7, 8):
         assert_same_batches(source, step)
+
+
+@pytest.mark.parametrize("every_steps", [2, 0])
+def test_weights_that_are_not_finite_are_kept_with_a_checkpoint_before_them_or_as_they_are(
+    train: Train, tmp_path: Path, every_steps: int
+) -> None:
+    spec = spec_of(
+        "poisoned:Poisoned",
+        args={"bursts_at": 4, "poison": 1.0},
+        incidents={"weights_every": 5},
+        checkpoint={"every_steps": every_steps},
+        max_steps=8,
+    )
+    run = train(spec, "run", world_size=2)
+    (incident,) = incidents(run)
+    bundle = source_of(run, incident).bundle
+    if every_steps:
+        assert (bundle.state_source, bundle.state_step in (2, 4)) == ("checkpoint", True)
+        assert bundle.sample_steps == tuple(range(bundle.state_step, 5))
+    else:
+        assert (bundle.state_source, bundle.state_step, bundle.sample_steps) == ("live", 5, (4,))
+    command = ["replay", str(run.folder), incident.id, "--code", str(FOLDER), "--json"]
+    (answer,) = replayed(tmp_path, [command])
+    assert answer["status"] == 0, answer
+    found = json.loads(answer["out"])
+    assert (found["verdict"], found["weights"]) == ("reproduced", ["3.bias"])
+    assert found["compared"] == 5 - min(bundle.state_step, 5)
 
 
 def test_a_state_that_is_too_large_gives_no_bundle_and_the_run_goes_on(train: Train) -> None:

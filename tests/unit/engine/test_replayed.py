@@ -11,11 +11,14 @@ from attempts import Run, Train, replayed
 from pool import spec_of
 
 from samestep.incidents.bundle import folder_of, has_bundle
+from samestep.incidents.bundle_folder import read_bundle
 from samestep.incidents.record import list_incidents
 
 Results = Callable[..., list[Any]]
 HERE = Path(__file__).resolve().parent
-WHERE = ["before_step", "backward", "optimizer", "on_step", "evaluate"]
+WHERE = ["before_step", "backward", "optimizer", "on_step", "evaluate", "on_epoch"]
+BEHIND = WHERE[3:]
+"""After the update of a step."""
 
 
 def spec(tmp_path: Path, where: str) -> dict[str, Any]:
@@ -41,8 +44,12 @@ def test_an_exception_anywhere_in_a_step_is_raised_again_from_its_bundle(
         )
         storage = Run(run, answers).storage
         found = list_incidents(storage)
-        having = [each for each in found if has_bundle(folder_of(storage, each.id))]
-        incident = (having or found)[0]
+        (incident,) = found  # all three workers met it
+        folder = folder_of(storage, incident.id)
+        assert has_bundle(folder) == (where != "optimizer"), where
+        if where in BEHIND:
+            bundle = read_bundle(folder)
+            assert (bundle.state_step, bundle.sample_steps) == (bundle.step + 1, (bundle.step,))
         steps.append(incident.step)
         options = ["--code", str(HERE), "--set", f"args.marker={tmp_path}/again-{where}", "--json"]
         commands.append(["replay", str(run), incident.id, *options])
