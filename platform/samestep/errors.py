@@ -170,7 +170,8 @@ class AttemptFailedError(SamestepError):
         details: `kind` (of the exception), `step` (that was being taken), `attempt`,
             `world_rank`, `host`, `exit_status`, `is_echo` (another worker was lost: the cause
             lies there), `is_final` (no retry can help), `is_memory` (it ran out of memory),
-            `is_corruption` (a machine computed wrongly: the step is taken again),
+            `is_corruption` (a machine computed wrongly: the step is taken again), `wrong_host`
+            (that machine; empty where there is none, or nobody can tell),
             `time` (seconds since the epoch).
     """
 
