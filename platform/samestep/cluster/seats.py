@@ -109,9 +109,12 @@ class Seats:
         self._groups = {}
 
     def _add(self, *, besides: Sequence[str] = ()) -> None:
-        elsewhere = [{NODE_ID_LABEL: f"!in({', '.join(besides)})"}] if besides else None
+        elsewhere: dict[str, Any] = {}
+        if besides:
+            selector = {NODE_ID_LABEL: f"!in({', '.join(besides)})"}
+            elsewhere = {"bundle_label_selector": [selector]}
         self._groups[self._num_made] = placement_group(
-            [self._resources], strategy="PACK", bundle_label_selector=elsewhere
+            [self._resources], strategy="PACK", **elsewhere
         )
         self._num_made += 1
 

@@ -105,8 +105,9 @@ class Evidence:
 
         Args:
             incident: as recorded, with its id.
-            state_of: gives the state of the incident's step or of one before, with a `Rest`;
-                called only if there shall be a bundle.
+            state_of: gives the state of the incident's step or of one before, or of what happened
+                behind its update (`aftermath`) that right after it, with a `Rest`; called only if
+                there shall be a bundle.
             source: where that state comes from.
             wants_samples: the samples of the steps from the state's to the incident's are read, or
                 of the incident's alone where the state is from behind it.

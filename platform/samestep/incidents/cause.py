@@ -6,6 +6,7 @@ ended, and then look lost; survivors say that somebody is gone before it is know
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from samestep.incidents.record import Incident
@@ -25,7 +26,7 @@ AT_ONCE_S: Final = 60.0
 _RAISED: Final = frozenset(
     {IncidentKind.EXCEPTION, IncidentKind.BAD_BATCH, IncidentKind.DIVERGENCE}
 )
-_BEFORE: Final = {
+_BEFORE: Final[Mapping[IncidentKind, Sequence[IncidentKind]]] = {
     IncidentKind.CRASH: (IncidentKind.HANG, IncidentKind.CRASH),
     IncidentKind.HANG: (IncidentKind.HANG,),
     IncidentKind.OUT_OF_MEMORY: (IncidentKind.OUT_OF_MEMORY,),
