@@ -294,8 +294,11 @@ class Taker:
         if with_hooks and rest.stage < Stage.EPOCH_TOLD and is_end:
             hooks.on_epoch(values, metrics)
 
-    def settle_rest(self) -> None:
+    def settle_rest(self, *, with_hooks: bool) -> None:
         """The same of the step before the state, where that was taken behind its update.
+
+        Args:
+            with_hooks: as of `settle`.
 
         Raises:
             CannotReplayError: what is needed for it is not here.
@@ -304,7 +307,7 @@ class Taker:
         assert self._start is not None, "a state of the run's start is behind no update"
         rest = self._start.rest
         if rest.values is not None:
-            self.settle(Values(**rest.values), with_hooks=True, rest=rest)
+            self.settle(Values(**rest.values), with_hooks=with_hooks, rest=rest)
 
     def go_back(self, state: State) -> None:
         """Puts a state back that `state` gave; `before_step` of its step was called already."""

@@ -191,12 +191,12 @@ def replay(
     known = _Known(source)
     audit = Audit.in_incident(source.incident, num_shards=taker.spec.shards)
     audited: Audited | None = None
+    weights = _weights_of(source, taker) if taker.is_behind else None
     if taker.is_behind:
         on_step(source.step)
         before_step(taker)
-        raised = _raised_in(taker.settle_rest)
+        raised = _raised_in(partial(taker.settle_rest, with_hooks=_may_raise(source)))
         compared.append(Compared(step=source.step, found=None, recorded=None))
-    weights = _weights_of(source, taker) if taker.is_behind else None
     while raised is None and taker.step <= source.step + num_after:
         step = taker.step
         on_step(step)
