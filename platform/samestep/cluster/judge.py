@@ -72,14 +72,15 @@ class Judge:
         return self._clock() < self._not_before
 
     def _tell_incident(self, fault: Fault) -> None:
+        is_echo = fault.cause is Cause.LOST  # of another worker, which the message names
         incident = Incident(
             kind=KINDS[fault.cause],
             step=self._step if fault.step is None else fault.step,
             attempt=self._attempt,
-            world_rank=fault.world_rank,
-            host=fault.host,
+            world_rank=None if is_echo else fault.world_rank,
+            host="" if is_echo else fault.host,
             time=time.time(),
             message=fault.message,
-            seen={ECHO: True} if fault.cause is Cause.LOST else {},
+            seen={ECHO: True} if is_echo else {},
         )
         self._notes.put("note_incident", incident.to_json())
