@@ -47,7 +47,7 @@ def may_tell(incident_id: str, now: Incident) -> bool:
     if now.kind in SEEN_AGAIN:
         return (kind, step) == (now.kind, f"{now.step:08d}")
     is_same_attempt = attempt.partition("-")[0] == str(now.attempt)
-    return is_same_attempt and kind in _BEFORE.get(now.kind, ())
+    return is_same_attempt and kind in _BEFORE.get(now.kind, (now.kind,))
 
 
 def tells(before: Incident, now: Incident) -> bool:
@@ -56,12 +56,19 @@ def tells(before: Incident, now: Incident) -> bool:
         return bool(now.seen) and dict(before.seen) == dict(now.seen)
     if now.kind in _RAISED:
         return before.step == now.step and _last_line(before) == _last_line(now)
-    if now.kind is before.kind is IncidentKind.CRASH:
-        same = (before.world_rank, before.host) == (now.world_rank, now.host)
-        return same or bool(before.seen.get(ECHO) or now.seen.get(ECHO))
     if before.kind is IncidentKind.HANG:  # unless training got through it and went on
         return now.step <= before.step + 1 or abs(now.time - before.time) <= AT_ONCE_S
-    return True
+    if now.kind is IncidentKind.CRASH:
+        same = (before.world_rank, before.host) == (now.world_rank, now.host)
+        return same or bool(before.seen.get(ECHO) or now.seen.get(ECHO))
+    if now.kind is IncidentKind.OUT_OF_MEMORY:
+        return True
+    return _told(before) == _told(now)
+
+
+def _told(incident: Incident) -> tuple[object, ...]:
+    """The same where something is told again, as nobody knew whether it was heard."""
+    return incident.step, incident.world_rank, incident.message, incident.time
 
 
 def _last_line(incident: Incident) -> str:

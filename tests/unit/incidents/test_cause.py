@@ -19,6 +19,7 @@ RAISED = replace(
     CRASH, kind=IncidentKind.EXCEPTION, message="worker 0 on a: on_step raised\nValueError: x"
 )
 ECHOED = replace(CRASH, world_rank=1, host="b", seen={ECHO: True})
+STRAGGLER = replace(CRASH, kind=IncidentKind.STRAGGLER)
 LATER = {"step": 20, "time": 100.0 + 2 * AT_ONCE_S}
 
 
@@ -36,6 +37,7 @@ def is_one(before: Incident, now: Incident) -> bool:
         (HANG, replace(HANG, time=97.0, world_rank=1)),
         (HANG, ECHOED),
         (MEMORY, replace(MEMORY, world_rank=1, host="b", step=8)),
+        (STRAGGLER, STRAGGLER),  # told again, as the answer was lost
         (CRASH, ECHOED),
         (ECHOED, CRASH),
         (CRASH, replace(CRASH, time=130.0)),
@@ -57,7 +59,7 @@ def test_one_cause_is_one_incident(before: Incident, now: Incident) -> None:
         (CRASH, MEMORY),
         (RAISED, replace(RAISED, message="on_step raised\nValueError: y")),
         (RAISED, replace(RAISED, step=8)),
-        (replace(CRASH, kind=IncidentKind.STRAGGLER), replace(CRASH, kind=IncidentKind.STRAGGLER)),
+        (STRAGGLER, replace(STRAGGLER, time=200.0)),
     ],
 )
 def test_two_causes_are_two_incidents(before: Incident, now: Incident) -> None:
