@@ -6,7 +6,6 @@ ended, and then look lost; survivors say that somebody is gone before it is know
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Final
 
 from samestep.incidents.record import Incident
@@ -26,13 +25,6 @@ AT_ONCE_S: Final = 60.0
 _RAISED: Final = frozenset(
     {IncidentKind.EXCEPTION, IncidentKind.BAD_BATCH, IncidentKind.DIVERGENCE}
 )
-_BEFORE: Final[Mapping[IncidentKind, Sequence[IncidentKind]]] = {
-    IncidentKind.CRASH: (IncidentKind.HANG, IncidentKind.CRASH),
-    IncidentKind.HANG: (IncidentKind.HANG,),
-    IncidentKind.OUT_OF_MEMORY: (IncidentKind.OUT_OF_MEMORY,),
-    **{kind: (kind,) for kind in _RAISED},
-}
-"""By kind, of what an incident of the same attempt may be a part."""
 
 
 def may_tell(incident_id: str, now: Incident) -> bool:
@@ -46,8 +38,8 @@ def may_tell(incident_id: str, now: Incident) -> bool:
     step, _, attempt = rest.partition("-attempt-")
     if now.kind in SEEN_AGAIN:
         return (kind, step) == (now.kind, f"{now.step:08d}")
-    is_same_attempt = attempt.partition("-")[0] == str(now.attempt)
-    return is_same_attempt and kind in _BEFORE.get(now.kind, (now.kind,))
+    kinds = [now.kind, IncidentKind.HANG] if now.kind is IncidentKind.CRASH else [now.kind]
+    return kind in kinds and attempt.partition("-")[0] == str(now.attempt)
 
 
 def tells(before: Incident, now: Incident) -> bool:
