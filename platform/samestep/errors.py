@@ -125,7 +125,9 @@ class CorruptionError(SamestepError):
 
     Attributes:
         seen: `culprit` (world rank, None where that can't be told), `host` (its node), `parameter`,
-            `shard`, `owner`, `auditor`, `digests`, `repeats`, `transient`.
+            `shard`, `computed` (that shard, after the one it is added to in place), `owner`,
+            `auditor`, `digests` (of these two), `repeats` and `hosts` (by world rank), `right`
+            (digest; None as with `culprit`), `transient`, `policy`.
     """
 
     def __init__(self, message: str, seen: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -168,7 +170,8 @@ class AttemptFailedError(SamestepError):
         details: `kind` (of the exception), `step` (that was being taken), `attempt`,
             `world_rank`, `host`, `exit_status`, `is_echo` (another worker was lost: the cause
             lies there), `is_final` (no retry can help), `is_memory` (it ran out of memory),
-            `is_corruption` (a machine computed wrongly: the step is taken again),
+            `is_corruption` (a machine computed wrongly: the step is taken again), `wrong_host`
+            (that machine; empty where there is none, or nobody can tell),
             `time` (seconds since the epoch).
     """
 

@@ -11,6 +11,9 @@ from samestep.spec_part import BITS, FREE, Part
 Policy = Literal["stop", "skip", "rollback", "continue"]
 """What becomes of a run at an incident; docs/incidents.md defines each."""
 
+AuditPolicy = Literal["retry", "avoid", "stop"]
+"""What becomes of a run when an audit fails; docs/audit.md defines each."""
+
 StepRange = Annotated[tuple[int, int], Field(strict=False)]
 """First step, and one past the last; YAML has lists only."""
 
@@ -18,6 +21,8 @@ STOP: Final[Policy] = "stop"
 SKIP: Final[Policy] = "skip"
 ROLLBACK: Final[Policy] = "rollback"
 CONTINUE: Final[Policy] = "continue"
+RETRY: Final[AuditPolicy] = "retry"
+AVOID: Final[AuditPolicy] = "avoid"
 
 
 class Bundles(Part):
@@ -147,11 +152,12 @@ class Incidents(Part):
         ),
         json_schema_extra=FREE,
     )
-    audit: Literal["retry", "stop"] = Field(
-        "retry",
+    audit: AuditPolicy = Field(
+        RETRY,
         description=(
-            "when an audit finds that a machine computed wrongly: take the step again, or end the "
-            "run. Its update is never applied"
+            "when an audit finds that a machine computed wrongly: take the step again (retry), on "
+            "other nodes as long as workers.min find room there (avoid), or end the run (stop). "
+            "The update of the step is never applied"
         ),
         json_schema_extra=FREE,
     )

@@ -35,8 +35,8 @@ from samestep.cluster.environment import TRAIN_ENVIRONMENT
 from samestep.cluster.policy import Cause
 from samestep.cluster.ray_private import ElasticTorchTrainer, worker_output_to
 from samestep.cluster.ray_private_faults import faults_of
-from samestep.cluster.ray_private_group import NODE_ID_LABEL
 from samestep.cluster.ray_private_worker import SteadyStatus
+from samestep.cluster.seats import NODE_ID_LABEL
 from samestep.errors import AttemptFailedError, PlacementError
 
 
@@ -168,7 +168,7 @@ def test_a_worker_can_be_made_ready_again_and_tells_of_its_training_thread() -> 
 def test_exceptions_of_workers_are_told_apart_by_their_cause() -> None:
     details = {"kind": "UserCodeError", "step": 3, "attempt": 1, "world_rank": 0, "host": "a"}
     flags = {"exit_status": 1, "is_echo": False, "is_final": False, "time": 0.0}
-    flags |= {"is_memory": False, "is_corruption": False}
+    flags |= {"is_memory": False, "is_corruption": False, "wrong_host": ""}
     told = AttemptFailedError("mine", {**details, **flags})
     echo = AttemptFailedError("lost worker 1", {**details, **flags, "is_echo": True})
     died = WorkerHealthCheckFailedError("no answer", RayActorError())

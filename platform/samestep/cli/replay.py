@@ -271,7 +271,15 @@ def _debug(taker: Taker) -> None:
         taker.workload,
         taker.step,
     )
-    state, shards = taker.state(), taker.plans(step)
+    state = taker.state()
+    if taker.is_behind:
+        print(
+            f"after the update of step {step - 1}, before what follows it: model, optimizer, "
+            "workload and state; c goes on, q leaves"
+        )
+        pdb.Pdb().set_trace()
+        return
+    shards = taker.plans(step)
     batches = [taker.batch(shard) if shard.ids else None for shard in shards]
     shard, batch = shards[0], batches[0]
     print(

@@ -73,6 +73,8 @@ def _lines(summary: RunSummary) -> list[Text]:
         _line("", f"{incident.id}: {(incident.message.splitlines() or [''])[0]}")
         for incident in summary.incidents[-LAST_INCIDENTS:]
     ]
+    if summary.avoided:
+        lines.append(_line("avoided", f"{', '.join(summary.avoided)} (computed wrongly)"))
     if summary.recoveries:
         lines.append(_line("recoveries", _recoveries(summary)))
     lines += [

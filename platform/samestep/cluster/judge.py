@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from samestep.cluster.notes import Notes
 from samestep.cluster.policy import Cause, Fault, RetryPolicy, Verdict
 from samestep.cluster.process import Whereabouts
+from samestep.incidents.cause import ECHO
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.spec_faults import Retries
@@ -71,13 +72,15 @@ class Judge:
         return self._clock() < self._not_before
 
     def _tell_incident(self, fault: Fault) -> None:
+        is_echo = fault.cause is Cause.LOST  # of another worker, which the message names
         incident = Incident(
             kind=KINDS[fault.cause],
             step=self._step if fault.step is None else fault.step,
             attempt=self._attempt,
-            world_rank=fault.world_rank,
-            host=fault.host,
+            world_rank=None if is_echo else fault.world_rank,
+            host="" if is_echo else fault.host,
             time=time.time(),
             message=fault.message,
+            seen={ECHO: True} if is_echo else {},
         )
         self._notes.put("note_incident", incident.to_json())

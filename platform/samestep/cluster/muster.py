@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 from samestep.cluster.crew import Crew, Hand, pick
-from samestep.cluster.seats import Seat, best_size, lacking
+from samestep.cluster.seats import Seat, best_size, lacking, sparing
 from samestep.spec import JobSpec
 
 H = TypeVar("H", bound=Hand)
@@ -25,6 +25,9 @@ class Places(Protocol):
 
     def look(self) -> list[Seat]:
         """All seats."""
+
+    def avoid(self, hosts: Collection[str]) -> None:
+        """From now on asks for room on other nodes than these."""
 
 
 class Muster(Generic[H]):
@@ -53,6 +56,7 @@ class Muster(Generic[H]):
         self._crew = crew
         self._clock = clock
         self._seats: list[Seat] = []
+        self._avoided: set[str] = set()
         self._waiting_since: float | None = None
         self._possible_since: float | None = None
         self._has_run = False
@@ -72,7 +76,7 @@ class Muster(Generic[H]):
         now = self._clock()
         if self._waiting_since is None:
             self._waiting_since = now
-        self._seats = self._places.look()
+        self._seats = self._look()
         self._crew.tend(self._seats, hire=not self._has_run, refill=False)
         if self._size() is None:
             self._crew.tend(self._seats, hire=True, refill=False)
@@ -93,7 +97,7 @@ class Muster(Generic[H]):
             members: who works.
             calm_s: how long training has run undisturbed.
         """
-        self._seats = self._places.look()
+        self._seats = self._look()
         is_calm = calm_s >= CALM_S
         num_coming = self._crew.num_coming(self._seats)
         self._crew.tend(self._seats, hire=is_calm, refill=is_calm and not num_coming)
@@ -106,6 +110,26 @@ class Muster(Generic[H]):
         if size > len(members) and is_calm and self._all_here(num_coming):
             return "grow", pick(ready, size, members)
         return None
+
+    def avoid(self, host: str) -> bool:
+        """Keeps away from a node, as long as the fewest workers find room elsewhere.
+
+        Returns:
+            Whether that is new.
+        """
+        if host in self._avoided:
+            return False
+        self._avoided.add(host)
+        self._places.avoid(self._avoided)
+        return True
+
+    def avoided_among(self, members: Collection[H]) -> list[str]:
+        """Nodes to be avoided that are needed all the same, since there is too little room."""
+        hosts = {seat.node_id: seat.host for seat in self._seats}
+        return sorted(self._avoided & {hosts.get(member.node_id, "") for member in members})
+
+    def _look(self) -> list[Seat]:
+        return sparing(self._places.look(), self._avoided, fewest=self._workers.min)
 
     def _size(self) -> int | None:
         return best_size(

@@ -47,6 +47,7 @@ class Fault:
         attempt: the attempt it belongs to; 0 where nobody could tell.
         exit_status: what a command ends with if it is final.
         told: its incident is written.
+        wrong_host: the node that computed wrongly, where an audit found one.
     """
 
     cause: Cause
@@ -58,6 +59,7 @@ class Fault:
     attempt: int = 0
     exit_status: int = int(ExitStatus.FAILED)
     told: bool = False
+    wrong_host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

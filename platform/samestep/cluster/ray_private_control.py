@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,13 +52,15 @@ from samestep.cluster.muster import Muster, survives
 from samestep.cluster.notes import Notes
 from samestep.cluster.process import Whereabouts
 from samestep.cluster.ray_private_faults import faults_of, is_echo
-from samestep.cluster.ray_private_group import NODE_ID_LABEL, SteadyGroup, make_sync_actor
+from samestep.cluster.ray_private_group import SteadyGroup, make_sync_actor
 from samestep.cluster.ray_private_worker import RayHand, SteadyStatus, hire
 from samestep.cluster.recovery import Stopwatch
 from samestep.cluster.rehearsal import Part
-from samestep.cluster.seats import Seats
-from samestep.errors import PlacementError
+from samestep.cluster.seats import NODE_ID_LABEL, Seats
+from samestep.errors import PlacementError, SamestepError
+from samestep.incidents.wrong_hosts import wrong_hosts
 from samestep.spec import JobSpec
+from samestep.spec_incidents import AVOID
 
 LOOK_S: Final = 0.5
 """How often seats are looked at while training runs."""
@@ -178,6 +180,8 @@ class ElasticController(TrainController):
             self._hire, num_spares=0 if spec.resources.gpu else spec.faults.spares
         )
         self._muster = Muster(spec, resources=resources, places=self._seats, crew=self._crew)
+        self._avoids = spec.incidents.audit == AVOID
+        self._used_all_the_same: list[str] = []
         self._members: list[RayHand] = []
         self._next: list[RayHand] = []
         self._running_since = time.monotonic()
@@ -189,6 +193,7 @@ class ElasticController(TrainController):
         scaling = ElasticScaling(kwargs["train_run_context"].scaling_config, self)
         kwargs |= {"scaling_policy": scaling, "failure_policy": ElasticFailures(self)}
         super().__init__(**kwargs)
+        self._avoid(self._known_wrong(plan.part.run_uri))
 
     def assemble(self) -> int | None:
         """Picks who starts next; None while there are too few.
@@ -205,6 +210,7 @@ class ElasticController(TrainController):
         if members is None:
             return None
         self._next = members
+        self._tell_avoided(members)
         return len(members)
 
     def review(self) -> bool:
@@ -243,8 +249,9 @@ class ElasticController(TrainController):
         group = self._worker_group
         hosts = group.hosts() if isinstance(group, SteadyGroup) else {}
         status = group.get_latest_poll_status() if group and group.has_started() else None
-        everyone = whereabouts(status)
-        verdict = self._judge.decide(faults_of(error, hosts), everyone)
+        everyone, faults = whereabouts(status), faults_of(error, hosts)
+        self._avoid([fault.wrong_host for fault in faults if fault.wrong_host])
+        verdict = self._judge.decide(faults, everyone)
         ages = [there.failed_s for there in everyone if there.failed_s is not None]
         self._stopwatch.stop(
             str(verdict.first.cause),
@@ -255,13 +262,41 @@ class ElasticController(TrainController):
         )
         return verdict.retry
 
+    def _known_wrong(self, run_uri: str) -> Sequence[str]:
+        """Nodes that audits of earlier attempts found to compute wrongly."""
+        try:
+            return wrong_hosts(Storage.at(run_uri)) if self._avoids else ()
+        except SamestepError as error:  # of a run that may well go on without it
+            logger.warning("which nodes are to be avoided is not known: %s", error)
+            return ()
+
+    def _avoid(self, hosts: Sequence[str]) -> None:
+        for host in hosts:
+            if not self._avoids or not self._muster.avoid(host):
+                continue
+            text = (
+                f"keeping away from node {host}, which computed wrongly, as long as workers.min "
+                f"({self._plan.spec.workers.min}) find room elsewhere (incidents.audit: avoid)"
+            )
+            logger.warning(text)
+            self._notes.put("say", text)
+
+    def _tell_avoided(self, members: Sequence[RayHand]) -> None:
+        """Once: a node to be avoided has to be used."""
+        needed = self._muster.avoided_among(members)
+        if needed and needed != self._used_all_the_same:
+            text = (
+                f"node {', '.join(needed)} computed wrongly and is used all the same: workers.min "
+                f"({self._plan.spec.workers.min}) find no room elsewhere"
+            )
+            logger.warning(text)
+            self._notes.put("say", text)
+        self._used_all_the_same = needed
+
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         status = await super()._poll_workers()
         start = time.monotonic()
-        while _are_echoes(status):
-            telling = any(there.telling for there in whereabouts(status))
-            if time.monotonic() - start >= (TELLING_S if telling else ECHO_S):
-                break
+        while time.monotonic() - start < patience_s(status):
             await asyncio.sleep(0.02)
             assert self._worker_group is not None
             status = self._worker_group.poll_status(timeout=self._health_check_interval_s)
@@ -382,7 +417,12 @@ def whereabouts(status: WorkerGroupPollStatus | None) -> list[Whereabouts]:
     return [state.whereabouts for state in states if isinstance(state, SteadyStatus)]
 
 
-def _are_echoes(status: WorkerGroupPollStatus) -> bool:
-    """Whether somebody is lost, and nobody has told who yet."""
+def patience_s(status: WorkerGroupPollStatus) -> float:
+    """How long to wait, from the first error on, for that of the worker that met the cause.
+
+    0 where nobody failed, or somebody has told more than that another worker is lost.
+    """
     errors = status.errors
-    return bool(errors) and all(map(is_echo, errors.values())) and not status.finished
+    if not errors or status.finished or not all(map(is_echo, errors.values())):
+        return 0.0
+    return TELLING_S if any(there.telling for there in whereabouts(status)) else ECHO_S

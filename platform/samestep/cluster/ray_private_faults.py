@@ -108,6 +108,7 @@ def _of_attempt(error: AttemptFailedError) -> Fault:
         attempt=int(details["attempt"]),
         exit_status=int(details["exit_status"]),
         told=True,
+        wrong_host=str(details["wrong_host"]),
     )
 
 

@@ -24,6 +24,7 @@ from samestep.cluster.crew import Crew
 from samestep.cluster.ray_private_faults import is_dead
 from samestep.cluster.ray_private_worker import RayHand, SteadyStatus
 from samestep.cluster.rendezvous import Meeting
+from samestep.cluster.seats import NODE_ID_LABEL
 
 CALL_S: Final = 20.0
 """How long a worker may take to answer while its group starts."""
@@ -32,7 +33,6 @@ SETTLE_S: Final = 2.0
 FIRST_SETTLED_S: Final = 30.0
 """How long the group waits for the first of them: it may hold the only whole state."""
 CONFIRM_S: Final = 0.5
-NODE_ID_LABEL: Final = "ray.io/node-id"
 
 logger = logging.getLogger(__name__)
 

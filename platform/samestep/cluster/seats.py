@@ -9,8 +9,8 @@ autoscaler sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import ray
@@ -24,6 +24,7 @@ from ray.util.placement_group import (
 from samestep.exact.tree import traffic_factor
 
 PLACED: Final = "CREATED"
+NODE_ID_LABEL: Final = "ray.io/node-id"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,13 @@ class Seat:
         number: counted from 0; it stays the same.
         node_id: where it is placed; None while it is pending.
         usable: a worker may sit there: placed, on a node that is alive and not being drained.
+        host: name of that node; empty while it is pending.
     """
 
     number: int
     node_id: str | None
     usable: bool
+    host: str = ""
 
 
 class Seats:
@@ -61,32 +64,39 @@ class Seats:
         self._groups: dict[int, PlacementGroup] = {}
         self._renewed: set[int] = set()
         self._num_made = 0
+        self._avoided: frozenset[str] = frozenset()
         for _ in range(num_seats):
             self._add()
 
     def look(self) -> list[Seat]:
         """All seats, by number.
 
-        A seat on a node that is being drained stays where it is until the node is gone. So
-        another one, which can be placed elsewhere, is asked for at once.
+        A seat on a node that is being drained, or is to be avoided, stays where it is until the
+        node is gone. So another one, which can be placed elsewhere, is asked for at once.
         """
         table: dict[str, Any] = placement_group_table()
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        hosts = {n["NodeID"]: n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}
+        avoided = [node_id for node_id, host in hosts.items() if host in self._avoided]
         draining = set(self._draining())
         seats = []
         for number, group in list(self._groups.items()):
             entry = table.get(group.id.hex(), {})
             placed = entry.get("state") == PLACED
             node_id = str(entry["bundles_to_node_id"][0]) if placed else None
-            if number in self._renewed and node_id not in alive:
+            if number in self._renewed and node_id not in hosts:
                 remove_placement_group(self._groups.pop(number))
                 continue
-            if node_id in draining and number not in self._renewed:
+            if node_id in [*draining, *avoided] and number not in self._renewed:
                 self._renewed.add(number)
-                self._add()
-            usable = node_id in alive and node_id not in draining
-            seats.append(Seat(number=number, node_id=node_id, usable=usable))
+                self._add(besides=avoided)
+            usable = node_id in hosts and node_id not in draining
+            host = hosts.get(node_id or "", "")
+            seats.append(Seat(number=number, node_id=node_id, usable=usable, host=host))
         return seats
+
+    def avoid(self, hosts: Collection[str]) -> None:
+        """From now on asks for room on other nodes than these."""
+        self._avoided = frozenset(hosts)
 
     def group(self, number: int) -> PlacementGroup:
         """The placement group of a seat."""
@@ -98,9 +108,27 @@ class Seats:
             remove_placement_group(group)
         self._groups = {}
 
-    def _add(self) -> None:
-        self._groups[self._num_made] = placement_group([self._resources], strategy="PACK")
+    def _add(self, *, besides: Sequence[str] = ()) -> None:
+        elsewhere: dict[str, Any] = {}
+        if besides:
+            selector = {NODE_ID_LABEL: f"!in({', '.join(besides)})"}
+            elsewhere = {"bundle_label_selector": [selector]}
+        self._groups[self._num_made] = placement_group(
+            [self._resources], strategy="PACK", **elsewhere
+        )
         self._num_made += 1
+
+
+def sparing(seats: Sequence[Seat], avoided: Collection[str], *, fewest: int) -> list[Seat]:
+    """The seats, those on nodes to be avoided not usable; as they are where too few would be left.
+
+    Args:
+        seats: as they are now.
+        avoided: names of nodes.
+        fewest: workers that must find room elsewhere.
+    """
+    spared = [replace(s, usable=s.usable and s.host not in avoided) for s in seats]
+    return spared if sum(seat.usable for seat in spared) >= fewest else list(seats)
 
 
 def best_size(num_available: int, *, fewest: int, most: int, shards: int) -> int | None:

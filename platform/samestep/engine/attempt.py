@@ -275,7 +275,7 @@ class _Attempt:
             attempt=self._attempt,
             start=replace(saved, nominal_weight=exact.nominal_weight),
             fingerprint=fingerprint,
-            on_step=self._at,
+            on_step=lambda step: self._place.on_step(step, self._attempt),
             progress=self._progress,
             wants=place.wants,
             on_finished=place.on_finished,
@@ -368,7 +368,7 @@ class _Attempt:
         self._stop_watching()
         return Failure.of(
             error,
-            step=self._step,
+            step=self._step if self._loop is None else self._loop.step,
             attempt=self._attempt,
             world_rank=self._peers.world_rank,
             world_size=self._peers.world_size,
@@ -418,10 +418,6 @@ class _Attempt:
         # Again, because the workload's module may have set what torch keeps globally.
         numerics.pin(spec)
         return built
-
-    def _at(self, step: int) -> None:
-        self._step = step
-        self._place.on_step(step, self._attempt)
 
     def _begin(
         self,

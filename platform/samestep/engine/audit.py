@@ -52,6 +52,7 @@ class Finding:
         digests: of its gradient: the owner's and the auditor's.
         repeats: of its gradient, by world rank, computed once more by everybody.
         culprit: world rank of the worker that was wrong; None where that can't be told.
+        right: digest of its gradient as the worker found right computed it; None as with `culprit`.
         is_transient: it was right when it computed the shard once more.
     """
 
@@ -60,6 +61,7 @@ class Finding:
     digests: tuple[str, str]
     repeats: tuple[str, ...]
     culprit: int | None
+    right: str | None
     is_transient: bool
 
     def describe(self, hosts: Sequence[str]) -> str:
@@ -153,5 +155,6 @@ def judged(
         digests=(first, second),
         repeats=tuple(given),
         culprit=culprit,
+        right=None if culprit is None else right,
         is_transient=culprit is not None and given[culprit] == right,
     )

@@ -91,17 +91,21 @@ def compare(
         replica.keeper.undo_step()  # the step will not be applied
     again = compute_apart(engine, task, plans, take)
     finding = judged(task, parameter, owned, audited, engine.peers.gather(again)())
+    hosts = [host for _, _, host, _ in everyone]
     raise CorruptionError(
-        finding.describe([host for _, _, host, _ in everyone]),
+        finding.describe(hosts),
         {
             "culprit": finding.culprit,
-            "host": "" if finding.culprit is None else everyone[finding.culprit][2],
+            "host": "" if finding.culprit is None else hosts[finding.culprit],
             "parameter": finding.parameter,
             "shard": task.shard,
+            "computed": list(task.computed),
             "owner": task.owner[0],
             "auditor": task.auditor[0],
             "digests": list(finding.digests),
             "repeats": list(finding.repeats),
+            "right": finding.right,
+            "hosts": hosts,
             "transient": finding.is_transient,
             "policy": engine.spec.incidents.audit,
         },

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from samestep.engine.aftermath import WEIGHTS
 from samestep.engine.step import Reduced
 from samestep.errors import IncidentError
 from samestep.exact.ranges import StepRanges
@@ -153,10 +154,17 @@ class Detection:
         self._num_skips += int(action == SKIP)
         return action == SKIP
 
-    def look_at_weights(self, model: nn.Module, step: int) -> None:
+    def look_at_weights(
+        self, model: nn.Module, step: int, keep: Callable[[Incident], None]
+    ) -> None:
         """After the update of a step: whether a weight is not finite, as often as the job says.
 
         The update is through, so there is nothing to skip: `skip` is as good as `continue` here.
+
+        Args:
+            model: the updated one.
+            step: the step.
+            keep: called with the incident, where there is one and this worker tells it.
 
         Raises:
             IncidentError: one is not, and the job says to stop.
@@ -165,17 +173,19 @@ class Detection:
         every = self._settings.weights_every
         if not every or (step + 1) % every:
             return
-        broken = _not_finite(model)
+        broken = not_finite(model)
         if not broken:
             return
         named = ", ".join(broken[:8]) + (f" and {len(broken) - 8} more" if broken[8:] else "")
         finding = Finding(
             kind=IncidentKind.NON_FINITE,
             message=f"after step {step}: not finite: {named}",
-            seen={"weights": broken},
+            seen={WEIGHTS: broken},
         )
         policy = self._policies[finding.kind]
-        self._tell(finding, step, policy)
+        told = self._tell(finding, step, policy)
+        if told is not None:
+            keep(told)
         if policy != SKIP:
             self._act([finding], [policy], step)
 
@@ -234,7 +244,7 @@ def _strongest(policies: list[Policy]) -> Policy:
     return next((policy for policy in STRONGEST_FIRST if policy in policies), CONTINUE)
 
 
-def _not_finite(model: nn.Module) -> list[str]:
+def not_finite(model: nn.Module) -> list[str]:
     """Names of the parameters that hold NaN or infinity."""
     named = dict(model.named_parameters())
     floats = {n: p.detach() for n, p in named.items() if p.is_floating_point()}

@@ -10,10 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
+from samestep.checkpoint.committed import list_checkpoints
+from samestep.checkpoint.reading import load_checkpoint
 from samestep.checkpoint.state import State
 from samestep.checkpoint.storage import Storage
+from samestep.engine.aftermath import is_aftermath
 from samestep.engine.bundling import (
     MANIFEST_BYTES,
     Bundling,
@@ -27,7 +31,8 @@ from samestep.engine.feed import Fetcher
 from samestep.engine.final_model import module_file
 from samestep.engine.rereading import Rereading
 from samestep.engine.setup import Built
-from samestep.errors import BundleError
+from samestep.engine.survivor import HELD_KEY, Rest, Stage
+from samestep.errors import BundleError, SamestepError
 from samestep.incidents.bundle import StateSource
 from samestep.incidents.record import Incident
 from samestep.incidents.redaction import Redaction
@@ -42,8 +47,6 @@ HURRY_S: Final = 5.0
 """The same at a planned stop, which may have little time."""
 MAX_STEPS: Final = 500
 """Steps between the state and the incident whose samples are kept at most."""
-
-CRASH: Final = IncidentKind.CRASH
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +105,12 @@ class Evidence:
 
         Args:
             incident: as recorded, with its id.
-            state_of: gives the state of the incident's step or of one before, with a `Rest`;
-                called only if there shall be a bundle.
+            state_of: gives the state of the incident's step or of one before, or of what happened
+                behind its update (`aftermath`) that right after it, with a `Rest`; called only if
+                there shall be a bundle.
             source: where that state comes from.
-            wants_samples: the samples of the steps from the state's to the incident's are read.
+            wants_samples: the samples of the steps from the state's to the incident's are read, or
+                of the incident's alone where the state is from behind it.
             if_idle: no bundle while another is under way, nor for what is found in one step after
                 another: copies would fill memory and disk.
             record: what the step came to.
@@ -123,11 +128,14 @@ class Evidence:
                 return
             token = str(answer["token"])
             state = state_of()
-            if state.step > incident.step:  # it happened after the update: too late for the state
+            is_behind = state.step == incident.step + 1 and is_aftermath(incident)
+            if state.step > incident.step and not is_behind:  # too late: its state is gone
                 self._target.call("drop_bundle", incident.id, token)
                 return
             copied, room_bytes = self._copied(state)
-            steps, missing = _wanted_steps(state.step, incident.step if wants_samples else -1)
+            first = min(state.step, incident.step)
+            wants_samples = wants_samples or is_behind
+            steps, missing = _wanted_steps(first, incident.step if wants_samples else -1)
             material = Material(
                 incident=incident,
                 token=token,
@@ -149,6 +157,37 @@ class Evidence:
             _under_way[:] = [other for other in _under_way if not other.wait(0)]
             _under_way.append(bundling)
 
+    def keep_behind(
+        self,
+        incident: Incident,
+        state_of: Callable[[], State],
+        *,
+        records: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Keeps evidence of what was found after an update; never raises.
+
+        The state before the step is gone, so it is that of the newest checkpoint before it, from
+        where on the samples of all steps are kept; where there is none, the state at hand.
+
+        Args:
+            incident: as recorded, with its id.
+            state_of: gives the state at hand, with a `Rest`.
+            records: records of the attempt that may not be in the ledger yet.
+        """
+        try:
+            whole = [info.step for info in list_checkpoints(self._run) if info.whole]
+        except SamestepError as error:  # storage is away: the bundle may come through yet
+            logger.warning("which checkpoints there are is not known: %s", error)
+            whole = []
+        before = max((step for step in whole if step <= incident.step), default=None)
+        self.keep(
+            incident,
+            state_of if before is None else partial(_state_saved, self._run, before),
+            source=StateSource.LIVE if before is None else StateSource.CHECKPOINT,
+            if_idle=True,
+            records=records,
+        )
+
     def catch_up(self, step: int, state_of: Callable[[], State], source: StateSource) -> None:
         """Keeps evidence of the last incident that nobody could keep any of; never raises.
 
@@ -167,8 +206,7 @@ class Evidence:
         lacking = [Incident.from_json(data) for data in told]
         ahead = [incident for incident in lacking if incident.step >= step]
         if ahead:
-            # A worker that hung is ended, and so looks lost as well: the hang tells more.
-            last = max(ahead, key=lambda one: (one.attempt, one.kind is not CRASH, one.time))
+            last = max(ahead, key=lambda one: (one.attempt, one.time))
             self.keep(last, state_of, source=source)
 
     def finish(self, *, hurries: bool = False) -> None:
@@ -196,6 +234,13 @@ class Evidence:
         return Rereading(
             self._fetcher, self._order.shards_of, steps, max_bytes=room_bytes, redact=redact
         )
+
+
+def _state_saved(run: Storage, step: int) -> State:
+    state, _ = load_checkpoint(run, step)
+    # A checkpoint at step 0 was taken after before_step(0).
+    state.extras[HELD_KEY] = Rest(stage=Stage.SETTLED, begun=step == 0).to_extras()
+    return state
 
 
 def settle(timeout_s: float) -> bool:

@@ -118,6 +118,7 @@ class Failure:
 
     def to_error(self) -> AttemptFailedError:
         """A fresh exception, for whoever decides whether to retry."""
+        is_corruption = self.incident is IncidentKind.CORRUPTION
         details: dict[str, Any] = {
             "kind": self.kind,
             "step": self.step,
@@ -128,7 +129,8 @@ class Failure:
             "is_echo": self.is_echo,
             "is_final": self.is_final,
             "is_memory": self.incident is IncidentKind.OUT_OF_MEMORY,
-            "is_corruption": self.incident is IncidentKind.CORRUPTION,
+            "is_corruption": is_corruption,
+            "wrong_host": str(self.seen["host"]) if is_corruption else "",
             "time": time.time(),
         }
         return AttemptFailedError(self.message, details)

@@ -32,13 +32,14 @@ from samestep.engine.recording import (
     step_timing,
     values_of,
 )
+from samestep.engine.result import result_of
 from samestep.engine.resume import Saved
 from samestep.engine.schedule import is_due
 from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
 from samestep.engine.update import apply_update
-from samestep.errors import ExitStatus, IncidentError, PeerLostError
+from samestep.errors import IncidentError, PeerLostError
 from samestep.exact import numerics
 from samestep.exact.order import ShardPlan
 from samestep.faults.progress import Phase, Progress
@@ -229,6 +230,12 @@ class Loop:
             self._target.call("roll_back", self._attempt, rollback.to_json())
         self._peers.gather("rolled back")()
 
+    @property
+    def step(self) -> int:
+        """The step that is being taken; hooks and evaluation belong to the one before them."""
+        is_behind = self._stage < Stage.SETTLED or self._step >= self._built.end_step
+        return max(0, self._step - int(is_behind))
+
     def held(self, run_uri: str) -> Held | None:
         """What this worker has of the run when the attempt breaks off; None: nothing whole."""
         if not self._whole or (self._computing and not self._engine.rewind()):
@@ -309,9 +316,6 @@ class Loop:
         appraisal = self._appraisal
         if appraisal.warning is not None:
             self._target.call("say", appraisal.warning)
-        reason = "stop"
-        if done:
-            reason = "early_stop" if self._step < self._built.end_step else "end"
         if done and self._on_finished is not None:
             hand_out(
                 self._built,
@@ -321,21 +325,16 @@ class Loop:
                 best=appraisal.best,
                 device=self._device,
             )
-        self._target.call(
-            "finish",
-            self._attempt,
-            {
-                "status": "done" if done else "interrupted",
-                "reason": reason,
-                "step": self._step,
-                "digest": self._keeping.digest,
-                "evaluation": self._evaluation,
-                "best": appraisal.best_as_json(),
-                "exit_status": int(ExitStatus.DONE if done else ExitStatus.INTERRUPTED),
-                "message": (appraisal.stop_reason or "") if reason == "early_stop" else "",
-                "timing": self._timesheet.lap(),
-            },
+        result = result_of(
+            appraisal,
+            done=done,
+            is_early=self._step < self._built.end_step,
+            step=self._step,
+            digest=self._keeping.digest,
+            evaluation=self._evaluation,
+            timing=self._timesheet.lap(),
         )
+        self._target.call("finish", self._attempt, result)
 
     @during(Activity.TRAINING)
     def _take_step(self) -> Flag:
@@ -381,7 +380,7 @@ class Loop:
             self._record(ids, reduced, None, started)
             raise
         self._record(ids, reduced, digest, started)
-        self._detection.look_at_weights(built.parts.model, step)
+        self._detection.look_at_weights(built.parts.model, step, self._keep_weights)
         self._flag = reduced.flag
         return Flag(reduced.flag % SAVE_FLAG)
 
@@ -405,6 +404,10 @@ class Loop:
                 record=record,
                 records=self._recording.rest(),
             )
+
+    def _keep_weights(self, incident: Incident) -> None:
+        """Keeps evidence of weights that the last update has left not finite."""
+        self._evidence.keep_behind(incident, self._state, records=self._recording.rest())
 
     def _compute(self, step: int, plans: list[ShardPlan]) -> Reduced:
         self._computing = True

@@ -162,11 +162,7 @@ class StepEngine:
         """
         take_apart = take_apart or take
         self._delivered = delivered
-        if self._flags() != self._trainable_flags:
-            for replica in self.replicas[1:]:
-                _copy_flags(self.main.model, replica.model)
-            self.close()
-            self._build()
+        if self.follow_trainable():
             # Buckets of other sizes would break the connection: nobody sends one before all have
             # the same. A worker that froze nothing meets this message in its own small talk.
             self._checked(self.peers.gather(self._message(plans, flag, {}))(), step)
@@ -344,6 +340,16 @@ class StepEngine:
             if first in replica.shards:
                 self.main.keeper.take_over(replica.keeper)
         self.main.keeper.end_step(self.peers, owner)
+
+    def follow_trainable(self) -> bool:
+        """Makes the buckets anew where parameters were frozen or unfrozen; whether that was so."""
+        if self._flags() == self._trainable_flags:
+            return False
+        for replica in self.replicas[1:]:
+            _copy_flags(self.main.model, replica.model)
+        self.close()
+        self._build()
+        return True
 
     def rewind(self) -> bool:
         """After a failure within `compute`: makes the main replica's state that before the step.

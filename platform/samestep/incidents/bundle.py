@@ -74,8 +74,9 @@ class Bundle:
         incident: id of the incident.
         kind: of the incident.
         step: the step that was being taken.
-        state_step: steps taken before the state.
-        state_source: where it comes from; `live` is the very state right before the step.
+        state_step: steps taken before the state; one more than `step` where it was taken after the
+            update, since what happened came after it.
+        state_source: where it comes from; `live` is the very state at which it happened.
         sample_steps: steps of which every shard's batch is here.
         missing: what is not here, and why; sentences.
         left_out: fields of the job whose values are secret, as `args.token`.
@@ -105,6 +106,11 @@ class Bundle:
     created_s: float
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     samestep_version: str = __version__
+
+    @property
+    def first_step(self) -> int:
+        """The first step whose samples may be here."""
+        return min(self.state_step, self.step)
 
     def to_json(self) -> str:
         """Strict JSON text, with a hash of itself."""
@@ -169,13 +175,13 @@ class Bundle:
         lacking = [name for name in REQUIRED if name not in self.files]
         if lacking:
             raise BundleError(f"{what} lists no {', '.join(lacking)}")
-        if self.state_step > self.step:
+        if self.state_step > self.step + 1:
             raise BundleError(f"{what}: the state of step {self.state_step} is behind {self.step}")
         if self.num_bytes != sum(entry.num_bytes for entry in self.files.values()):
             raise BundleError(f"{what}: num_bytes is not the sum of the files'")
         steps = list(self.sample_steps)
         if steps != sorted(set(steps)) or any(
-            not self.state_step <= step <= self.step for step in steps
+            not self.first_step <= step <= self.step for step in steps
         ):
             raise BundleError(f"{what}: sample_steps are not steps between state and incident")
 

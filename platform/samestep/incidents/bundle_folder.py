@@ -163,7 +163,7 @@ def _check_samples(folder: Storage, bundle: Bundle) -> None:
         step
         for step in steps
         if step is None
-        or not bundle.state_step <= step <= bundle.step
+        or not bundle.first_step <= step <= bundle.step
         or sample_file(step, "json") not in found
     ]
     if lacking or odd:

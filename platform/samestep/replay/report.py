@@ -55,6 +55,7 @@ def page_of(found: Replayed, source: Source, deep: Deep | None, *, target: str) 
         f'<p class="lead">{escape(_paragraph(found, source))}</p>',
         _timeline(found, source),
         _section("Verdict", _lines(describe(found)) + _values(found)),
+        _section("Audit", _audit(found)),
         _section("Where it comes from", _findings(deep)) if deep is not None else "",
         _section("Samples", _samples(deep)) if deep is not None else "",
         _section("Stacks", _stacks(found)),
@@ -164,7 +165,29 @@ def _value(record: StepRecord | None, name: str) -> str:
     value = getattr(record, name)
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None and name == "grad_norm" and record.skipped and record.loss is not None:
+        return "nan"  # of a step that is left out a record does not tell it
     return "-" if value is None else f"{value:.9g}"
+
+
+def _audit(found: Replayed) -> str:
+    audited = found.audited
+    if audited is None:
+        return ""
+    rows = [["here", "", "", audited.digest, ""]]
+    rows += [
+        [
+            f"worker {claim.world_rank}",
+            claim.host,
+            claim.when,
+            claim.digest,
+            "the same" if claim.digest == audited.digest else "another",
+        ]
+        for claim in (*audited.audit.disputed, *audited.audit.repeats)
+    ]
+    classes = ["broken-row" if row[-1] == "another" else "" for row in rows]
+    head = ("computed by", "on", "when", "digest of the gradient", "against here")
+    return _table(head, rows, classes)
 
 
 def _findings(deep: Deep) -> str:

@@ -11,8 +11,10 @@ from samestep.checkpoint.storage import Storage
 from samestep.exact.digest import canonical_float_hex
 from samestep.incidents.record import Incident, list_incidents
 from samestep.incidents.rollback import Rollback
+from samestep.incidents.wrong_hosts import hosts_of
 from samestep.names import DIED, Event, RunState
 from samestep.spec import JobSpec
+from samestep.spec_incidents import AVOID
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.lease import Holder, holder
 from samestep.telemetry.past import Attempt, Past, read_past
@@ -41,6 +43,7 @@ class RunSummary:
         fork: where it comes from: `step` and the fields of the event; None: from nowhere.
         rollbacks: in order.
         incidents: in order of time.
+        avoided: nodes that are kept away from, since audits found that they compute wrongly.
         recoveries: how long training stood still for faults and resizes, in order: `attempt`,
             `step` and the fields of the event.
         checkpoints: by step, unfinished ones too.
@@ -61,6 +64,7 @@ class RunSummary:
     fork: dict[str, Any] | None
     rollbacks: tuple[Rollback, ...]
     incidents: tuple[Incident, ...]
+    avoided: tuple[str, ...]
     recoveries: tuple[dict[str, Any], ...]
     checkpoints: tuple[CheckpointInfo, ...]
     torn: tuple[str, ...]
@@ -94,6 +98,7 @@ class RunSummary:
             "rollbacks": [rollback.to_json() for rollback in self.rollbacks],
             "attempts": [_attempt_json(attempt) for attempt in self.attempts],
             "incidents": [incident.to_json() for incident in self.incidents],
+            "avoided": list(self.avoided),
             "recoveries": list(self.recoveries),
             "checkpoints": [asdict(info) for info in self.checkpoints],
             "latest": self.latest.step if self.latest else None,
@@ -124,6 +129,7 @@ def summarize(run: Storage) -> RunSummary:
     held = present if present is not None and present.alive else None
     result = read_result(run)
     attempts = past.attempts
+    incidents = list_incidents(run)
     fork = past.last_events.get(Event.FORKED)
     status = status_of(held, result, has_begun=bool(attempts))
     return RunSummary(
@@ -140,7 +146,8 @@ def summarize(run: Storage) -> RunSummary:
         evaluation=_evaluation(past),
         fork=None if fork is None else {"step": fork.step, **fork.fields},
         rollbacks=tuple(past.rollbacks),
-        incidents=tuple(list_incidents(run)),
+        incidents=tuple(incidents),
+        avoided=hosts_of(incidents) if spec.incidents.audit == AVOID else (),
         recoveries=tuple(
             {"attempt": event.attempt, "step": event.step, **event.fields}
             for event in past.recoveries

@@ -15,7 +15,10 @@ from typing import Any, Final
 import torch
 
 from samestep.checkpoint.state import Parts, State, collect, restore
+from samestep.engine.aftermath import is_aftermath, is_in
 from samestep.engine.appraisal import Appraisal
+from samestep.engine.audit import Digests, Task
+from samestep.engine.auditor import compute_apart
 from samestep.engine.buffers import BufferKeeper
 from samestep.engine.canary import nominal_weight
 from samestep.engine.hooks import Hooks
@@ -25,7 +28,7 @@ from samestep.engine.recording import step_record, values_of
 from samestep.engine.schedule import is_due
 from samestep.engine.setup import before_step
 from samestep.engine.step import Reduced, Replica, StepEngine
-from samestep.engine.survivor import Stage
+from samestep.engine.survivor import Rest, Stage
 from samestep.engine.update import apply_update
 from samestep.errors import CannotReplayError
 from samestep.exact import numerics
@@ -41,6 +44,8 @@ from samestep.workload import Values, Workload
 
 JUDGED: Final = (IncidentKind.NON_FINITE, IncidentKind.LOSS_SPIKE, IncidentKind.GRAD_SPIKE)
 """Kinds of incidents that are found before the update: without a record, there was none."""
+
+NOTHING_DONE: Final = Rest(stage=Stage.UPDATED, begun=False)
 
 Adjust = Callable[[Parts], None]
 """Changes what was restored, before the first step (what if)."""
@@ -76,6 +81,11 @@ class Taker:
         adjust: called on what was restored.
         leaves_out: leave out what the run left out; False: apply every update that can be.
 
+    Attributes:
+        step: the next one.
+        is_behind: the source's state is from behind the update of its step: hooks and evaluation
+            are what remains of it.
+
     Raises:
         CannotReplayError: workload, data or device are not here, or the state does not fit.
     """
@@ -95,8 +105,10 @@ class Taker:
         self._expected: Mapping[int, StepRecord] = source.records()
         start = source.start()
         self.step = 0 if start is None else start.state.step
+        self.is_behind = self.step == source.step + 1
         wanted = range(self.step, last_step + 1)
         has_data = not all(source.has_samples(step) for step in wanted)
+        has_data = has_data or self._evaluates_again
         self._bench = Bench(source, spec=spec, place=place, has_data=has_data)
         self._bench.restore(start)
         built, self.parts = self._bench.built, self._bench.parts
@@ -198,6 +210,22 @@ class Taker:
         }
         return State(step=live.step, tensors=tensors, values=deepcopy(live.values))
 
+    def gradients_apart(self, shards: tuple[int, ...]) -> Digests:
+        """Digests of the gradients of a shard of the next step, as an audit takes them.
+
+        To be called after `begin_step`; no trace is left.
+
+        Args:
+            shards: the shard, after the one it is added to in place, if there is one.
+
+        Raises:
+            SamestepError: whatever forward and backward raise.
+        """
+        self.engine.follow_trainable()
+        here = (0, 0)
+        task = Task(step=self.step, shard=shards[-1], computed=shards, owner=here, auditor=here)
+        return compute_apart(self.engine, task, self.plans(self.step), self._bench.take)
+
     def take(self, on_reduced: Callable[[Reduced], None] | None = None) -> Taken:
         """Takes the next step.
 
@@ -241,27 +269,45 @@ class Taker:
         norm = None if reduced.is_empty else updated.grad_norm
         return Taken(record=taken, values=values, grad_norm=norm)
 
-    def settle(self, values: Values, *, with_hooks: bool) -> None:
+    def settle(self, values: Values, *, with_hooks: bool, rest: Rest = NOTHING_DONE) -> None:
         """Does what follows an update in training, as far as later steps depend on it.
 
         Args:
             values: of the step just taken.
             with_hooks: call the workload's hooks too, and evaluate where that is due: an incident
                 may come from there.
+            rest: what is done of it already.
 
         Raises:
             CannotReplayError: the schedule hangs on an evaluation whose data is not here.
             UserCodeError: a hook or `evaluate` raised.
         """
         hooks = Hooks(self.workload, seed=self._spec.seed, device=self._place.device)
-        if with_hooks:
+        if with_hooks and rest.stage < Stage.TOLD:
             hooks.on_step(values)
-        metrics = None
+        metrics = rest.evaluation
         decides = self._bench.schedule is not None and self._bench.schedule.every == "evaluation"
-        if (decides or with_hooks) and self._appraisal.is_due(self.step):
-            metrics = self._evaluate(needed=decides)
-        if with_hooks and self.step % self.steps_per_epoch == 0:
+        due = rest.stage < Stage.EVALUATED and self._appraisal.is_due(self.step)
+        if (due and (decides or with_hooks)) or (with_hooks and self._evaluates_again):
+            metrics = self._evaluate(needed=decides and due)
+        is_end = self.step % self.steps_per_epoch == 0
+        if with_hooks and rest.stage < Stage.EPOCH_TOLD and is_end:
             hooks.on_epoch(values, metrics)
+
+    def settle_rest(self, *, with_hooks: bool) -> None:
+        """The same of the step before the state, where that was taken behind its update.
+
+        Args:
+            with_hooks: as of `settle`.
+
+        Raises:
+            CannotReplayError: what is needed for it is not here.
+            UserCodeError: a hook or `evaluate` raised.
+        """
+        assert self._start is not None, "a state of the run's start is behind no update"
+        rest = self._start.rest
+        if rest.values is not None:
+            self.settle(Values(**rest.values), with_hooks=with_hooks, rest=rest)
 
     def go_back(self, state: State) -> None:
         """Puts a state back that `state` gave; `before_step` of its step was called already."""
@@ -293,6 +339,12 @@ class Taker:
             self._appraisal.take(metrics, step=self.step, decides=True)
         return metrics
 
+    @property
+    def _evaluates_again(self) -> bool:
+        """The incident happened in an evaluation, also one that no setting makes due: the last."""
+        incident = self._source.incident
+        return incident is not None and is_in(incident, Phase.EVALUATION)
+
     def _is_passed_over(self, step: int) -> bool:
         """The run did not compute it, or no shard had weight, which comes to the same."""
         record = self._expected.get(step)
@@ -307,7 +359,9 @@ class Taker:
         record, incident = self._expected.get(step), self._source.incident
         if record is not None:
             return record.skipped
-        return incident is not None and incident.step == step and incident.kind in JUDGED
+        if incident is None or incident.step != step or is_aftermath(incident):
+            return False
+        return incident.kind in JUDGED
 
     def _re_enact_rest(self, start: Start | None) -> None:
         """Does what was still to be done after the last update when the state was taken."""
@@ -316,7 +370,7 @@ class Taker:
         rest = start.rest
         before_step(self._spec, self.workload, [self.replica], self.step - 1)
         self._put_back(start)
-        if rest.stage < Stage.EVALUATED and rest.values is not None:
+        if rest.stage < Stage.EVALUATED and rest.values is not None and not self.is_behind:
             self.settle(Values(**rest.values), with_hooks=False)
 
     def _put_back(self, start: Start) -> None:

@@ -18,6 +18,8 @@ def describe(found: Replayed) -> list[str]:
     first = found.first_difference
     if first is not None and found.verdict is Verdict.WITHIN_TOLERANCE:
         lines.append(f"first difference in bits at step {first[0]}: {first[1]}")
+    if found.audited is not None and lines[0] != found.audited.headline():
+        lines.append(f"of the audit: {found.audited.headline()}")
     lines += [*found.notes, *_where_they_stood(found.incident)]
     if found.numerics:
         lines += [
@@ -62,13 +64,18 @@ def headline(found: Replayed) -> str:
             if is_same
             else (f"not reproduced: {found.ended}")
         )
+    if found.audited is not None and found.raised is None and first is None:
+        return found.audited.headline()
     if found.verdict is Verdict.NOT_REPRODUCED:
         if first is not None:
             return f"not reproduced: first difference at step {first[0]}: {first[1]}"
         if found.raised is not None:
             return f"not reproduced: step {found.steps[-1].step} raised {found.raised}"
-        return f"not reproduced: step {step} went through"
+        went = "what follows its update" if found.is_behind else f"step {step}"
+        return f"not reproduced: {went} went through"
     exactly = "bit for bit"
+    if found.is_behind and found.raised is None:
+        return f"reproduced: {found.weights}"
     if found.raised is not None:
         what = f"step {step} raises {found.raised}, as in the run"
         exactly = "" if found.num_compared == 0 else f"{exactly} up to there"
@@ -84,6 +91,8 @@ def headline(found: Replayed) -> str:
 def _what_was_taken(found: Replayed) -> str:
     if found.ended:
         return "nothing was compared: the process did not come to an end of its own"
+    if found.is_behind:
+        return f"went on from the state right after the update of step {found.step}"
     last = found.steps[-1].step if found.steps else found.first_step
     count = len(found.steps)
     steps = f"step {last}" if count <= 1 else f"steps {found.first_step} to {last}"
@@ -115,6 +124,8 @@ def as_json(found: Replayed) -> dict[str, Any]:
         "incident": found.incident.id if found.incident is not None else None,
         "raised": None if found.raised is None else str(found.raised),
         "ended": found.ended or None,
+        "weights": None if found.weights is None else list(found.weights.now),
+        "audit": None if found.audited is None else found.audited.to_json(),
         "numerics": list(found.numerics),
         "tolerance": found.tolerance,
         "surroundings": list(found.surroundings),

@@ -7,14 +7,18 @@ from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final
 
 from samestep.checkpoint.state import State
+from samestep.engine.aftermath import WEIGHTS
+from samestep.engine.detection import not_finite
 from samestep.errors import CannotReplayError, ExitStatus, SamestepError
 from samestep.exact import numerics
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
 from samestep.replay.apart import Ended
+from samestep.replay.audited import Audit, Audited
 from samestep.replay.bench import Place
 from samestep.replay.raised import Raised
 from samestep.replay.source import Source
@@ -79,12 +83,14 @@ class Replayed:
         incident: at the step; None where it is any step.
         raised: by the step now.
         raised_then: by the step in the run, as the incident tells.
+        audited: the gradients of an audit that failed, computed here too; None: there was none.
         numerics: how the binding numerics differ from those of the run.
         tolerance: what values were held to where they do; else None.
         surroundings: how code and packages differ, as far as that is known; compared by nobody.
         notes: what else there is to know.
         ended: how the process that took the step ended or stood still; empty where it did neither.
         stacks: of its threads, where it stood still.
+        weights: that are not finite after the update, where the incident tells of such; else None.
         before: the state right before the step; None where it was not reached.
     """
 
@@ -95,18 +101,25 @@ class Replayed:
     incident: Incident | None
     raised: Raised | None = None
     raised_then: Raised | None = None
+    audited: Audited | None = None
     numerics: tuple[str, ...] = ()
     tolerance: float | None = None
     surroundings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ended: str = ""
     stacks: str = ""
+    weights: Weights | None = None
     before: State | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_compared(self) -> int:
         """Steps of which something was known to compare with."""
         return sum(item.recorded is not None for item in self.steps)
+
+    @property
+    def is_behind(self) -> bool:
+        """It went on from behind the update of the step, which itself was not taken."""
+        return not self.ended and self.first_step > self.step
 
     @property
     def at_step(self) -> Compared | None:
@@ -125,6 +138,24 @@ class Replayed:
                 if lines:
                     return item.step, lines[0]
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Names of the weights that are not finite after the update of a step.
+
+    Attributes:
+        then: in the run.
+        now: here.
+    """
+
+    then: tuple[str, ...]
+    now: tuple[str, ...]
+
+    def __str__(self) -> str:
+        now, then = (", ".join(names) or "none" for names in (self.now, self.then))
+        told = "as in the run" if now == then else f"in the run: {then}"
+        return f"weights that are not finite after the update: {now}; {told}"
 
 
 BeforeStep = Callable[[Taker], None]
@@ -158,6 +189,14 @@ def replay(
     raised: Raised | None = None
     before: State | None = None
     known = _Known(source)
+    audit = Audit.in_incident(source.incident, num_shards=taker.spec.shards)
+    audited: Audited | None = None
+    weights = _weights_of(source, taker) if taker.is_behind else None
+    if taker.is_behind:
+        on_step(source.step)
+        before_step(taker)
+        raised = _raised_in(partial(taker.settle_rest, with_hooks=_may_raise(source)))
+        compared.append(Compared(step=source.step, found=None, recorded=None))
     while raised is None and taker.step <= source.step + num_after:
         step = taker.step
         on_step(step)
@@ -166,6 +205,8 @@ def replay(
                 taker.begin_step()
                 before = taker.state()
                 before_step(taker)
+                if audit is not None:
+                    audited = Audited.of(audit, taker.gradients_apart(audit.computed))
             taken = taker.take()
         except CannotReplayError:
             raise
@@ -175,16 +216,13 @@ def replay(
             compared.append(Compared(step=step, found=None, recorded=known.of(step, None)))
             break
         compared.append(_compared(taken, known.of(step, taken.record), tolerance))
-        try:
-            taker.settle(taken.values, with_hooks=step == source.step and _may_raise(source))
-        except CannotReplayError:
-            raise
-        except SamestepError as error:
-            _unless_left(error)
-            raised = Raised.of(error)
+        if step == source.step:
+            weights = _weights_of(source, taker)
+        with_hooks = step == source.step and _may_raise(source)
+        raised = _raised_in(partial(taker.settle, taken.values, with_hooks=with_hooks))
     incident = source.incident
     then = _raised_then(incident)
-    verdict, notes = _verdict(source, compared, raised, then)
+    verdict, notes = _verdict(source, compared, raised, then, audited, weights)
     return Replayed(
         verdict=verdict,
         step=source.step,
@@ -193,10 +231,12 @@ def replay(
         incident=incident,
         raised=raised,
         raised_then=then,
+        audited=audited,
         numerics=tuple(differing),
         tolerance=tolerance,
         surroundings=tuple(surroundings(source.provenance, taker.workload.folder)),
         notes=tuple(notes),
+        weights=weights,
         before=before,
     )
 
@@ -213,6 +253,26 @@ def take_again(
     taker = Taker(source, spec=source.spec, place=place, last_step=source.step + num_after)
     found = replay(taker, source, num_after=num_after, before_step=before_step, on_step=on_step)
     return found, taker
+
+
+def _raised_in(call: Callable[[], None]) -> Raised | None:
+    """What a call raises, as far as that is not about the replay itself."""
+    try:
+        call()
+    except CannotReplayError:
+        raise
+    except SamestepError as error:
+        _unless_left(error)
+        return Raised.of(error)
+    return None
+
+
+def _weights_of(source: Source, taker: Taker) -> Weights | None:
+    """Those that are not finite; None where the incident tells of none."""
+    then = source.incident.seen.get(WEIGHTS) if source.incident is not None else None
+    if not isinstance(then, list | tuple):
+        return None
+    return Weights(then=tuple(map(str, then)), now=tuple(not_finite(taker.parts.model)))
 
 
 def _unless_left(error: SamestepError) -> None:
@@ -313,6 +373,8 @@ def _verdict(
     compared: Sequence[Compared],
     raised: Raised | None,
     then: Raised | None,
+    audited: Audited | None,
+    weights: Weights | None,
 ) -> tuple[Verdict, list[str]]:
     notes: list[str] = []
     values = Verdict.REPRODUCED
@@ -326,6 +388,11 @@ def _verdict(
             return values, notes
         notes.append(f"the step raised {raised}; in the run " + (str(then) if then else "nothing"))
         return Verdict.NOT_REPRODUCED, notes
+    if weights is not None:
+        same = weights.then == weights.now
+        return (values if same else Verdict.NOT_REPRODUCED), [str(weights)]
+    if audited is not None:
+        return (values if audited.is_reproduced else Verdict.NOT_REPRODUCED), audited.notes()
     is_known = any(item.recorded is not None for item in compared)
     if then is not None:
         told = f"the run raised {then}; now the step went through"

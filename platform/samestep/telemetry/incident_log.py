@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from samestep.checkpoint.storage import Storage
 from samestep.incidents import record as incidents
+from samestep.incidents.cause import may_tell, tells
 from samestep.incidents.record import Incident
 from samestep.incidents.redaction import Redaction
 from samestep.names import INCIDENT_FILE, INCIDENTS_DIR, Event, IncidentKind
@@ -17,16 +18,10 @@ from samestep.telemetry.stalls import Stalls
 Log = Callable[[Event, int, Mapping[str, Any]], None]
 
 
-SEEN_AGAIN: Final = frozenset(
-    {IncidentKind.NON_FINITE, IncidentKind.LOSS_SPIKE, IncidentKind.GRAD_SPIKE}
-)
-"""Kinds that follow from a step's values: when it is taken again they are seen again."""
-
-
 class IncidentLog:
     """Writes incidents, those that workers tell and those that come of what several tell.
 
-    What follows from a step's values is one incident, however often the step is taken again.
+    What has one cause is one incident, however many tell of it (see `cause`).
 
     Args:
         run: the run directory.
@@ -51,10 +46,16 @@ class IncidentLog:
         self._clock = clock
         self._noted = noted
         self.stalls = Stalls()
+        self._stalled_in = 0
 
     def write(self, incident: Incident) -> str:
-        """Writes an incident; returns its id, or that of the same one seen before."""
+        """Writes an incident; returns its id, or that of the one that tells of it already.
+
+        Empty where workers stand still and one of them ended: what comes of it is written soon.
+        """
         incident = self._without_secrets(incident)
+        if self._is_of_a_stall(incident):
+            return ""
         known = self._known(incident)
         if known is not None:
             return known
@@ -84,23 +85,28 @@ class IncidentLog:
             )
         )
 
+    def stalled(self, attempt: int, world_rank: int, host: str, report: Mapping[str, Any]) -> None:
+        """Takes in what the watchdog of a worker of the present attempt told."""
+        self._stalled_in = attempt
+        self.stalls.take(world_rank, host, report)
+
     def settle_stalls(self, *, attempt: int, num_workers: int) -> None:
         """Writes what came of workers that stood still, if any did."""
         found = self.stalls.settle(attempt=attempt, world_size=num_workers, time_s=self._clock())
         if found is not None:
             self.write(found)
 
+    def _is_of_a_stall(self, incident: Incident) -> bool:
+        ends = incident.kind in (IncidentKind.CRASH, IncidentKind.HANG)
+        return ends and self.stalls.is_open and incident.attempt == self._stalled_in
+
     def _known(self, incident: Incident) -> str | None:
-        if incident.kind not in SEEN_AGAIN or not incident.seen:
-            return None
-        start = incidents.id_of(incident).rpartition("-")[0]
         for name in self._run.list(INCIDENTS_DIR):
-            if not name.startswith(f"{start}-"):
+            file = f"{INCIDENTS_DIR}/{name}/{INCIDENT_FILE}"
+            if not may_tell(name, incident) or not self._run.exists(file):
                 continue
-            if self._run.exists(f"{INCIDENTS_DIR}/{name}/{INCIDENT_FILE}"):
-                before = incidents.read(self._run, name)
-                if dict(before.seen) == dict(incident.seen):
-                    return name
+            if tells(incidents.read(self._run, name), incident):
+                return name
         return None
 
     def _without_secrets(self, incident: Incident) -> Incident:

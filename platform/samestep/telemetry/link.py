@@ -59,8 +59,8 @@ class InProcess:
 class Patient:
     """A target that is asked again while it is away: a recorder that died is started again.
 
-    For calls that may be repeated: commit, finish, fail and verdict are; an incident may then be
-    told twice.
+    For calls that may be repeated: commit, finish, fail and verdict may, and an incident that is
+    told twice is recorded once.
     """
 
     def __init__(

@@ -271,7 +271,7 @@ class Recorder(BundleCalls):
     def stalled(self, attempt: int, world_rank: int, host: str, report: Mapping[str, Any]) -> None:
         """Takes in what a worker's watchdog saw; one incident comes of all workers' reports."""
         if attempt == self._intake.attempt and self._end is None:
-            self._incidents.stalls.take(world_rank, host, report)
+            self._incidents.stalled(attempt, world_rank, host, report)
 
     def report(self, data: Mapping[str, Any]) -> bool:
         """Takes in what a worker tells of itself, for display (`WorkerReport.to_json`).

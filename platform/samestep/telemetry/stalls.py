@@ -65,6 +65,11 @@ class Stalls:
             stacks=str(report["stacks"]),
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Somebody told, and what came of it is not settled yet."""
+        return self._first_at is not None
+
     def is_due(self, world_size: int) -> bool:
         """All workers told, or those that did had time enough."""
         if self._first_at is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from samestep.cluster.crew import Crew
 from samestep.cluster.seats import Seat
 
@@ -30,6 +32,7 @@ class Cluster:
     def __init__(self, *nodes: str | None, num_spares: int = 1, ready: bool = True) -> None:
         self.nodes = list(nodes)
         self.unusable: set[int] = set()
+        self.avoided: set[str] = set()
         self.ready = ready
         self.now = 100.0
         self.hired: list[FakeHand] = []
@@ -44,9 +47,13 @@ class Cluster:
                 number=number,
                 node_id=node,
                 usable=node is not None and number not in self.unusable,
+                host=f"host-{node}" if node is not None else "",
             )
             for number, node in enumerate(self.nodes)
         ]
+
+    def avoid(self, hosts: Collection[str]) -> None:
+        self.avoided = set(hosts)
 
     def _hire(self, node_id: str, seat: int | None) -> FakeHand:
         hand = FakeHand(node_id, seat, ready=self.ready)

@@ -85,3 +85,25 @@ def test_a_drained_node_shrinks_the_group_unless_too_few_are_left() -> None:
     found = mustered(cluster, min=2, max=2).review(members, calm_s=9)
     assert found is not None
     assert [hand.node_id for hand in found[1]] == ["a", "c"]
+
+
+def test_a_node_that_computed_wrongly_is_left_as_soon_as_there_is_room_elsewhere() -> None:
+    cluster = Cluster("a", "b")
+    muster = mustered(cluster, min=2, max=2)
+    members = muster.assemble([])
+    assert members is not None
+    assert muster.avoid("host-a")
+    assert not muster.avoid("host-a")  # known already
+    assert cluster.avoided == {"host-a"}
+    assert muster.assemble(members) == members  # too little room without it
+    assert muster.avoided_among(members) == ["host-a"]
+    assert muster.review(members, calm_s=CALM_S) is None
+    cluster.nodes.append("c")
+    found = muster.review(members, calm_s=CALM_S)
+    assert found is not None
+    why, successors = found
+    assert why == "drain"
+    assert [hand.node_id for hand in successors] == ["b", "c"]
+    assert muster.avoided_among(successors) == []
+    cluster.nodes[1] = None  # another node goes: better a doubtful one than none
+    assert muster.review(successors, calm_s=CALM_S) is not None

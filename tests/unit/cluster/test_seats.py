@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.cluster.seats import Seat, best_size, lacking
+from samestep.cluster.seats import Seat, best_size, lacking, sparing
 from samestep.exact.tree import traffic_factor
 
 NUMBERS = st.integers(0, 40)
@@ -46,3 +46,24 @@ def test_what_is_missing_is_told_with_the_seats_on_nodes_that_leave() -> None:
     assert lacking(seats, fewest=2, resources={"CPU": 1.0}) == (
         "1 of at least 2 workers of {'CPU': 1.0} have room, 1 more on nodes that leave"
     )
+
+
+@given(
+    hosts=st.lists(st.sampled_from(["a", "b", "c"]), max_size=8),
+    unusable=st.sets(st.integers(0, 7)),
+    avoided=st.sets(st.sampled_from(["a", "b"])),
+    fewest=st.integers(1, 4),
+)
+def test_nodes_are_avoided_only_where_the_fewest_workers_find_room_elsewhere(
+    hosts: list[str], unusable: set[int], avoided: set[str], fewest: int
+) -> None:
+    seats = [
+        Seat(number=number, node_id=host, usable=number not in unusable, host=host)
+        for number, host in enumerate(hosts)
+    ]
+    spared = sparing(seats, avoided, fewest=fewest)
+    elsewhere = [seat for seat in seats if seat.usable and seat.host not in avoided]
+    if len(elsewhere) >= fewest:
+        assert [seat for seat in spared if seat.usable] == elsewhere
+    else:
+        assert spared == seats

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from samestep.telemetry.records import EventRecord, StepRecord
 
 Train = Callable[..., "Run"]
 PLACES = [{"world_size": 1}, {"world_size": 2}, {"world_size": 3}, {"num_devices": 2}]
+
+FRESH = Path(__file__).resolve().parents[1] / "replay" / "fresh.py"
 
 
 class Run:
@@ -46,3 +51,19 @@ def everywhere(train: Train, spec: dict[str, Any]) -> list[Run]:
     runs = [train(spec, f"run-{number}", **place) for number, place in enumerate(PLACES)]
     assert len({run.digest for run in runs}) == 1
     return runs
+
+
+def replayed(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
+    """What a fresh process in a folder gives for each command."""
+    (folder / "commands").write_text(json.dumps([{"args": command} for command in commands]))
+    done = subprocess.run(
+        [sys.executable, "-P", str(FRESH), "commands", "results"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads((folder / "results").read_text())
+    return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import PLACES, Run, Train
+from attempts import PLACES, Run, Train, replayed
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import spec_of
@@ -104,6 +106,54 @@ def test_a_machine_that_is_always_wrong_is_named_and_does_not_get_into_the_next_
     (audit, _), (canary, why) = answers[0]["failed"]
     assert (audit, canary) == (False, True)
     assert "worker 1: canary" in why
+
+
+def test_a_replay_decides_once_more_whose_gradient_was_wrong(
+    results: Results, tmp_path: Path
+) -> None:
+    """Also where the run could not: two workers that each stand by their result."""
+    at = step_where(lambda task: task.owner[0] == 1 and len(task.computed) == 1, world_size=3)
+    jobs = {
+        "sure": (3, spec(rank=1, at=at, marker=str(tmp_path / "flipped"))),
+        "unsure": (2, spec(rank=1, at=at, incidents={"audit": "stop"})),
+    }
+    found = {}
+    for name, (world_size, job) in jobs.items():
+        run = str(tmp_path / name)
+        answers = results("broken_attempts", world_size, spec=job, run=run, lost=[None])
+        found[name] = list_incidents(Run(tmp_path / name, answers).storage)[0]
+
+    def command(name: str, *options: str) -> list[str]:
+        place = str(tmp_path / name)
+        return ["replay", place, found[name].id, "--code", str(Path(__file__).parent), *options]
+
+    flips_too = ["--set", "args.rank=0", "--set", "args.marker=null"]
+    answers = replayed(
+        tmp_path,
+        [
+            command("sure", "--report", "page.html"),
+            command("sure", "--json"),
+            command("unsure", "--json"),
+            command("sure", "--json", *flips_too),
+            command("sure", "--json", "--set", "seed=4"),
+        ],
+    )
+    told, *rest = answers
+    sure, unsure, wrong_too, neither = (json.loads(answer["out"]) for answer in rest)
+    seen = found["sure"].seen
+    assert [answer["status"] for answer in answers] == [0, 0, 0, 11, 11], answers
+    assert (sure["verdict"], sure["audit"]["digest"]) == ("reproduced", seen["right"])
+    assert sure["audit"]["right"]["world_rank"] == seen["auditor"] != 1
+    assert [claim["world_rank"] for claim in sure["audit"]["wrong"]] == [1]
+    assert found["unsure"].seen["right"] is None
+    assert [claim["world_rank"] for claim in unsure["audit"]["wrong"]] == [1]
+    assert "the run itself could not tell which of them was wrong" in unsure["notes"]
+    assert wrong_too["audit"]["right"]["world_rank"] == 1
+    assert neither["audit"]["right"] is None
+    first = told["out"].splitlines()[0]
+    assert first.startswith(f"reproduced bit for bit: the gradient of {seen['parameter']} in shard")
+    assert first.endswith(f"by worker 1 on {os.uname().nodename} (as a part of the step) is wrong")
+    assert seen["digests"][0] in (tmp_path / "page.html").read_text()
 
 
 def test_policy_stop_ends_the_run_before_the_update(results: Results, tmp_path: Path) -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attempts import Run, Train
+from attempts import Run, Train, replayed
 from pool import spec_of
 
 from samestep.incidents.bundle import folder_of, has_bundle
+from samestep.incidents.bundle_folder import read_bundle
 from samestep.incidents.record import list_incidents
 
 Results = Callable[..., list[Any]]
 HERE = Path(__file__).resolve().parent
-FRESH = HERE.parent / "replay" / "fresh.py"
-WHERE = ["before_step", "backward", "optimizer", "on_step", "evaluate"]
+WHERE = ["before_step", "backward", "optimizer", "on_step", "evaluate", "on_epoch"]
+BEHIND = WHERE[3:]
+"""After the update of a step."""
 
 
 def spec(tmp_path: Path, where: str) -> dict[str, Any]:
@@ -33,22 +33,6 @@ def spec(tmp_path: Path, where: str) -> dict[str, Any]:
     )
 
 
-def replayed(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
-    """What a fresh process gives for each command."""
-    (folder / "commands").write_text(json.dumps([{"args": command} for command in commands]))
-    done = subprocess.run(
-        [sys.executable, "-P", str(FRESH), "commands", "results"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads((folder / "results").read_text())
-    return found
-
-
 def test_an_exception_anywhere_in_a_step_is_raised_again_from_its_bundle(
     results: Results, tmp_path: Path
 ) -> None:
@@ -59,9 +43,12 @@ def test_an_exception_anywhere_in_a_step_is_raised_again_from_its_bundle(
             "broken_attempts", 3, spec=spec(tmp_path, where), run=str(run), lost=[None]
         )
         storage = Run(run, answers).storage
-        found = list_incidents(storage)
-        having = [each for each in found if has_bundle(folder_of(storage, each.id))]
-        incident = (having or found)[0]
+        (incident,) = list_incidents(storage)  # all three workers met it
+        folder = folder_of(storage, incident.id)
+        assert has_bundle(folder), where
+        if where in BEHIND:
+            bundle = read_bundle(folder)
+            assert (bundle.state_step, bundle.sample_steps) == (bundle.step + 1, (bundle.step,))
         steps.append(incident.step)
         options = ["--code", str(HERE), "--set", f"args.marker={tmp_path}/again-{where}", "--json"]
         commands.append(["replay", str(run), incident.id, *options])

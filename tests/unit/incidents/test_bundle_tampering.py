@@ -239,7 +239,7 @@ def test_odd_fields_are_refused_however_well_they_are_sealed(
         ({"step": "3"}, "step should be int"),
         ({"step": True}, "step should be int"),
         ({"incident": "../../x"}, "is no id"),
-        ({"state_step": 4}, "is behind"),
+        ({"state_step": 5}, "is behind"),
         ({"num_bytes": 1}, "not the sum"),
         ({"sample_steps": [9]}, "not steps between"),
         ({"kind": "sneeze"}, "sneeze"),

@@ -58,6 +58,7 @@ def test_the_report_tells_verdict_finding_sample_and_command(
     for text in (
         f"non finite at step {STEP}",
         "reproduced bit for bit",
+        f"{STEP}grad_normnannan",
         "First: the input of batch.x in shard 1: 1 of 24 values are not finite.",
         f"Sample {BAD} (shard 1, place 0)",
         f"samestep replay {runs.folder}/runs/poisoned {incident}",

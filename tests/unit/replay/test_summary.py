@@ -4,7 +4,12 @@ import json
 import math
 from collections.abc import Callable
 
+import pytest
+
 from samestep.checkpoint.storage import Storage
+from samestep.incidents.record import Incident, write
+from samestep.incidents.wrong_hosts import wrong_hosts
+from samestep.names import IncidentKind
 from samestep.replay.summary import summarize, why_ended
 from samestep.spec import dump_spec
 from samestep.telemetry.identity import read_spec
@@ -79,3 +84,26 @@ def _steps(run: Storage) -> list:
     from samestep.telemetry.ledger import steps
 
     return list(steps(run).values())
+
+
+@pytest.mark.parametrize(("policy", "avoided"), [("avoid", ("b", "a")), ("retry", ())])
+def test_nodes_that_computed_wrongly_are_avoided_where_the_job_says_so(
+    make_run: MakeRun, policy: str, avoided: tuple[str, ...]
+) -> None:
+    run = make_run("a", incidents={"audit": policy})
+    for time_s, host in ((3.0, "a"), (1.0, "b"), (2.0, ""), (4.0, "b")):
+        write(
+            run,
+            Incident(
+                kind=IncidentKind.CORRUPTION,
+                step=3,
+                attempt=1,
+                message="m",
+                host=host,
+                time=time_s,
+            ),
+        )
+    write(run, Incident(kind=IncidentKind.CRASH, step=4, attempt=1, message="m", host="c"))
+    assert wrong_hosts(run) == ("b", "a")
+    assert summarize(run).avoided == avoided
+    assert summarize(run).to_json()["avoided"] == list(avoided)

@@ -83,3 +83,34 @@ def test_the_controllers_verdict_holds_for_the_present_attempt(
     assert verdict is not None
     assert (verdict["kind"], verdict["message"]) == ("UserCodeError:1", "boom")
     assert str(Event.RECOVERED) not in kinds(run)
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_of_a_hang_whose_worker_is_ended_there_is_one_incident(
+    run: Storage, recorder: Recorder, ends_first: bool
+) -> None:
+    """Whether its end is told before or after the recorder has heard all workers."""
+    attempt = begin(recorder, world_size=2)
+    stall = {"order": [4, 3, 0], "place": "forward of step 4", "still_s": 9.0, "stacks": "s"}
+    recorder.stalled(attempt, 1, "h", stall)
+    if ends_first:
+        assert recorder.note_incident({**INCIDENT, "attempt": attempt}) == ""
+    recorder.stalled(attempt, 0, "h", {**stall, "order": [4, 5, 0], "place": "exchange"})
+    recorder.status()
+    [hang] = summarize(run).incidents
+    assert recorder.note_incident({**INCIDENT, "attempt": attempt, "time": hang.time}) == hang.id
+    begin(recorder, world_size=2)
+    [kept] = summarize(run).incidents
+    assert (str(kept.kind), kept.world_rank) == ("hang", 1)
+    assert kinds(run).count("incident") == 1
+
+
+def test_workers_that_run_out_of_memory_together_are_one_incident(
+    run: Storage, recorder: Recorder
+) -> None:
+    attempt = begin(recorder, world_size=2)
+    told = {**INCIDENT, "kind": "out_of_memory"}
+    first = recorder.record_incident(attempt, {**told, "world_rank": 0})
+    assert recorder.record_incident(attempt, {**told, "world_rank": 1, "step": 5}) == first
+    assert recorder.note_incident({**told, "world_rank": 1, "attempt": attempt}) == first
+    assert len(summarize(run).incidents) == 1
