@@ -6,6 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import psutil
 import pytest
@@ -37,6 +38,30 @@ SET_BY_LIBRARIES = frozenset(
 )
 # Helpers of multiprocessing, which Python keeps for the life of the process.
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+NEED_RAY = ("tests/chaos/", "tests/integration/")
+# Of those, the ones that start no cluster.
+NEED_NO_RAY = tuple(
+    f"tests/integration/test_{name}.py"
+    for name in ("ray_private", "settling", "tracked_model", "tracking")
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands tests out file by file, and those with a Ray cluster to one process.
+
+    Side by side they would get in one another's way: in addresses, and in time.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneClusterAtATime(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ray" if file.startswith(NEED_RAY) and file not in NEED_NO_RAY else file
+
+    return OneClusterAtATime(config, log)
 
 
 @pytest.fixture(autouse=True)
