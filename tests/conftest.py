@@ -50,7 +50,7 @@ NEED_NO_RAY = tuple(
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Hands tests out file by file, and those with a Ray cluster to one process.
 
-    Side by side they would get in one another's way: in addresses, and in time.
+    Side by side these would get in one another's way: in addresses, and in time.
     """
     if config.getoption("dist") != "loadfile":
         return None
@@ -59,7 +59,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneClusterAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "ray" if file.startswith(NEED_RAY) and file not in NEED_NO_RAY else file
+            if file.startswith(NEED_RAY) and file not in NEED_NO_RAY:
+                return "ray"
+            # These look at what is made once for all of them.
+            return "replay" if file.startswith("tests/unit/replay/") else file
 
     return OneClusterAtATime(config, log)
 
