@@ -16,6 +16,8 @@ from hypothesis import settings
 # into the home folder. Tests of authentication set their own values.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Processes that a raylet keeps ready know nothing of a run's environment, so none could use them.
+os.environ.update({"RAY_prestart_worker_first_driver": "0"})
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("samestep", deadline=None)
