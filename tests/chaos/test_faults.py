@@ -26,9 +26,9 @@ def strike(fault: Fault, step: int, worker: int = 0) -> Strike:
 # Each fault once; starting a run costs more than a fault, so there are few rounds with many.
 EACH_ONCE = [
     [
-        strike(Fault.KILL_WORKER, 6, 1),
-        strike(Fault.TERMINATE_WORKER, 14),
-        strike(Fault.FREEZE_WORKER, 22, 1),
+        strike(Fault.FREEZE_WORKER, 6, 1),
+        strike(Fault.KILL_WORKER, 14, 1),
+        strike(Fault.TERMINATE_WORKER, 22),
         strike(Fault.KILL_RECORDER, 30),
         strike(Fault.KILL_NODE, 38, 1),
         strike(Fault.ADD_NODE, 40),
