@@ -104,7 +104,7 @@ def struck(
 
     def strike() -> None:
         for step, signals in strikes.items():
-            pids = wait_until(partial(at, step), 90, f"two workers at step {step}")
+            pids = wait_until(partial(at, step), 240, f"two workers at step {step}")
             for pid, number in zip(pids, signals, strict=False):
                 os.kill(pid, number)
                 hit.append(pid)
