@@ -42,7 +42,7 @@ EACH_ONCE = [
     ],
 ]
 
-pytestmark = pytest.mark.timeout(600 + 120 * ROUNDS)
+pytestmark = pytest.mark.timeout(900 + 120 * ROUNDS)
 
 
 @pytest.fixture(scope="module")
