@@ -8,7 +8,10 @@ SHELL := /bin/bash
 # The job that `make train` runs, and further arguments of its command (or of pytest and the bench).
 JOB ?= workloads/digits/job.yaml
 ARGS ?=
-TESTS ?= tests/unit tests/integration tests/chaos
+# Chaos and integration first: one process runs those with a Ray cluster, which take longest.
+TESTS ?= tests/chaos tests/integration tests/unit
+# Tests run in two processes, file by file, in this order; ARGS="-n 0" runs them in one (for --pdb).
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Used only when .venv has to be made: the first interpreter that works and is 3.11 or newer.
 PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14; do \
@@ -40,14 +43,14 @@ train: venv ## Trains JOB (workloads/digits/job.yaml); ARGS are passed on
 	$(BIN)/samestep train $(JOB) $(ARGS)
 
 test: venv ## Runs TESTS (unit, integration, chaos), which need nothing but what pip installs
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) $(TESTS) $(ARGS)
 
 chaos: venv ## Runs the drill of tests/chaos for 60 rounds of random faults (SAMESTEP_CHAOS_ROUNDS)
 	SAMESTEP_CHAOS_ROUNDS=$${SAMESTEP_CHAOS_ROUNDS:-60} $(BIN)/python -m pytest tests/chaos $(ARGS)
 
 test-system: venv ## Runs the tests that need Debian packages or another user
 	tests/system/install
-	$(BIN)/python -m pytest tests/system $(ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) tests/system $(ARGS)
 
 bench: venv ## Measures step times against stock DDP
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)

@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,8 @@ from hypothesis import settings
 # into the home folder. Tests of authentication set their own values.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Processes that a raylet keeps ready know nothing of a run's environment, so none could use them.
+os.environ.update({"RAY_prestart_worker_first_driver": "0"})
 
 # A part of shared memory that no other run of the tests on this machine writes into.
 MEMORY = "/dev/shm"
@@ -47,6 +50,33 @@ SET_BY_LIBRARIES = frozenset(
 )
 # Helpers of multiprocessing, which Python keeps for the life of the process.
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+NEED_RAY = ("tests/chaos/", "tests/integration/")
+# Of those, the ones that start no cluster.
+NEED_NO_RAY = tuple(
+    f"tests/integration/test_{name}.py"
+    for name in ("ray_private", "settling", "tracked_model", "tracking")
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands tests out file by file, and those with a Ray cluster to one process.
+
+    Side by side these would get in one another's way: in addresses, and in time.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneClusterAtATime(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if file.startswith(NEED_RAY) and file not in NEED_NO_RAY:
+                return "ray"
+            # These look at what is made once for all of them.
+            return "replay" if file.startswith("tests/unit/replay/") else file
+
+    return OneClusterAtATime(config, log)
 
 
 def pytest_unconfigure() -> None:

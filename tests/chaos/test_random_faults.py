@@ -17,7 +17,7 @@ JOB = ROOT / "workloads" / "faulty" / "job.yaml"
 ROUNDS = int(os.environ.get("SAMESTEP_CHAOS_ROUNDS", "6"))
 SEED = int(os.environ.get("SAMESTEP_CHAOS_SEED", "1"))
 
-pytestmark = pytest.mark.timeout(300 + 120 * ROUNDS)
+pytestmark = pytest.mark.timeout(600 + 120 * ROUNDS)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep import JobSpec, load_weights, train
+from samestep import JobSpec, Outcome, load_weights, train
 from samestep.checkpoint.storage import Storage
 from samestep.replay.compare import Verdict, compare_runs
 
@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(400)]
 
 
 def test_every_number_of_workers_and_every_mode_gives_the_same_ledger_and_weights(
-    make_spec: MakeSpec, folder: Path
+    make_spec: MakeSpec, folder: Path, straight: Outcome
 ) -> None:
-    straight = train(make_spec(mode="local"), name="straight", search=[folder])
     assert (straight.status, straight.step) == ("done", 12)
     others = {
         "one": make_spec(mode="ddp", workers=1),
@@ -41,14 +40,13 @@ def test_every_number_of_workers_and_every_mode_gives_the_same_ledger_and_weight
 
 
 def test_a_run_resumed_in_another_mode_and_size_ends_with_the_weights_of_a_straight_one(
-    make_spec: MakeSpec, folder: Path
+    make_spec: MakeSpec, folder: Path, straight: Outcome
 ) -> None:
-    straight = train(make_spec(mode="local"), name="straight", search=[folder])
     stages = [
-        make_spec(mode="ddp", workers=2, epochs=None, max_steps=5),
-        make_spec(mode="dataparallel", epochs=None, max_steps=6),
-        make_spec(mode="local", epochs=None, max_steps=9),
-        make_spec(mode="ddp", workers=3, epochs=None, max_steps=12),
+        make_spec(mode="local", epochs=None, max_steps=3),
+        make_spec(mode="dataparallel", epochs=None, max_steps=5),
+        make_spec(mode="ddp", workers=3, epochs=None, max_steps=9),
+        make_spec(mode="local", epochs=None, max_steps=12),
     ]
     for spec in stages:
         outcome = train(spec, name="moved", search=[folder])
@@ -56,16 +54,10 @@ def test_a_run_resumed_in_another_mode_and_size_ends_with_the_weights_of_a_strai
     assert outcome.digest == straight.digest
 
 
-def test_fast_reduction_gives_other_bits_for_another_number_of_workers(
-    make_spec: MakeSpec, folder: Path
+def test_fast_reduction_gives_other_bits_than_exact(
+    make_spec: MakeSpec, folder: Path, straight: Outcome
 ) -> None:
-    one, three = (
-        train(
-            make_spec(mode="ddp", workers=workers, reduction="fast"),
-            name=f"fast-{workers}",
-            search=[folder],
-        )
-        for workers in (1, 3)
-    )
-    assert (one.status, three.status) == ("done", "done")
-    assert one.digest != three.digest
+    spec = make_spec(mode="ddp", workers=3, reduction="fast")
+    fast = train(spec, name="fast", search=[folder])
+    assert (fast.status, fast.step) == ("done", straight.step)
+    assert fast.digest != straight.digest

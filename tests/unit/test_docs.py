@@ -77,7 +77,7 @@ def test_the_plain_loop_and_the_workload_learn_the_same_thing(
 
 
 def local(job: str) -> JobSpec:
-    return load_spec(Path(job), {"mode": Mode.LOCAL})
+    return load_spec(Path(job), {"mode": Mode.LOCAL, "tracking.enabled": False})
 
 
 @pytest.mark.parametrize("name", ["plateau", "told"])

@@ -52,7 +52,7 @@ def test_samestep_trains_the_example_of_the_readme(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(example)
-    outcome = train(load_spec("job.yaml", {"mode": "local"}))
+    outcome = train(load_spec("job.yaml", {"mode": "local", "tracking.enabled": False}))
     assert (outcome.status, outcome.step) == ("done", 80)
     (last,) = [record for step, record in steps(Storage.at(outcome.run)).items() if step == 79]
     assert last.loss is not None

@@ -160,8 +160,8 @@ def make_spec(storage: str, tmp_path: Path) -> Iterator[Callable[..., JobSpec]]:
 
     def make(**fields: Any) -> JobSpec:
         job = {"workload": "bucketed:Bucketed", "batch_size": 4, "shards": 2, "mode": "local"}
-        checkpoint = {"every_steps": 2, "keep": 2}
-        return parse_spec({**job, "storage": storage, "checkpoint": checkpoint, **fields})
+        job |= {"storage": storage, "tracking": {"enabled": False}}
+        return parse_spec({**job, "checkpoint": {"every_steps": 2, "keep": 2}, **fields})
 
     yield make
     sys.modules.pop("bucketed", None)

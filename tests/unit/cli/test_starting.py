@@ -28,6 +28,7 @@ from samestep.workload import load_workload
 ROOT = Path(__file__).resolve().parents[3]
 MakeRun = Callable[..., Storage]
 Command = Callable[..., Result]
+UNTRACKED = ("--set", "tracking.enabled=false")
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_the_best_checkpoint_is_evaluated_to_its_score(
         *("checkpoint.best.order=max", "ema.decay=0.5"),
     ]
     settings = [word for text in more for word in ("--set", text)]
-    trained = samestep("train", "job.yaml", "--mode", "local", *settings)
+    trained = samestep("train", "job.yaml", "--mode", "local", *UNTRACKED, *settings)
     assert trained.exit_code == 0, trained.output
     best = json.loads(samestep("evaluate", "flowers", "--checkpoint", "best", "--json").stdout)
     latest = json.loads(samestep("evaluate", "flowers", "--json").stdout)
@@ -102,7 +103,7 @@ def test_an_evaluation_that_differs_from_the_ledgers_says_both_values(
 ) -> None:
     samestep("init", "flowers")
     monkeypatch.chdir("flowers")
-    job = ("--mode", "local", "--set", "max_steps=2", "--set", "epochs=null")
+    job = ("--mode", "local", "--set", "max_steps=2", "--set", "epochs=null", *UNTRACKED)
     assert samestep("train", "job.yaml", *job).exit_code == 0
     code = Path("flowers.py").read_text()
     Path("other").mkdir()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from samestep.telemetry.records import EventRecord, StepRecord
 
 Train = Callable[..., "Run"]
 PLACES = [{"world_size": 1}, {"world_size": 2}, {"world_size": 3}, {"num_devices": 2}]
+FOLDER = Path(__file__).resolve().parent
+TRAIN = """
+import json, sys
+from pathlib import Path
+from samestep import parse_spec, train
+print(train(parse_spec(json.loads(sys.argv[1])), name="run", search=[Path(sys.argv[2])]).digest)
+"""
+NO_SINKS = {"tracking": {"enabled": False}, "metrics": {"enabled": False}}
 
 FRESH = Path(__file__).resolve().parents[1] / "replay" / "fresh.py"
 
@@ -67,3 +76,10 @@ def replayed(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads((folder / "results").read_text())
     return found
+
+
+def started(spec: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    """A process that trains the run `run` in mode local, and prints its digest."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", TRAIN, json.dumps({**spec, **NO_SINKS}), str(FOLDER)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)

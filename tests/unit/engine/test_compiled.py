@@ -10,6 +10,7 @@ from typing import Any
 import compiled_cases
 import pytest
 import torch
+from attempts import NO_SINKS
 from torch import nn
 
 import samestep
@@ -57,6 +58,7 @@ def spec_of(max_steps: int = 6, storage: str = "./runs", **args: Any) -> dict[st
         "shards": 4 if args.get("lengths", 1) == 1 else 2,
         "max_steps": max_steps,
         "storage": storage,
+        **NO_SINKS,
     }
 
 

@@ -86,8 +86,9 @@ def test_a_trainable_set_that_differs_between_workers_is_refused_on_all(
     failures: Failures, world_size: int
 ) -> None:
     found = failures("engine", world_size, spec=odd("freezing differs"), num_steps=4)
-    assert {kind for kind, _ in found} == {"WorkloadError"}
-    for _, message in found:
+    # A slow worker may find the others gone before it has heard from all.
+    assert {"WorkloadError"} <= {kind for kind, _ in found} <= {"WorkloadError", "PeerLostError"}
+    for message in (message for kind, message in found if kind == "WorkloadError"):
         assert "parameters that require a gradient differ between workers at step 2" in message
         assert "before_step" in message
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import Run, Train
+from attempts import Run, Train, started
 from pool import spec_of
 
 from samestep.checkpoint import shared_memory
@@ -22,7 +21,6 @@ from samestep.errors import CheckpointError
 from samestep.names import Event
 from samestep.telemetry.ledger import events
 
-FOLDER = Path(__file__).resolve().parent
 WAIT_S = 120.0
 
 
@@ -106,25 +104,6 @@ def test_a_state_that_differs_between_workers_is_not_committed(
     assert "divergence-step-00000003" in incident.fields["id"]
 
 
-TRAIN = """
-import sys
-from pathlib import Path
-from samestep import parse_spec, train
-import json
-spec = parse_spec(json.loads(sys.argv[1]))
-print("training", flush=True)
-print(train(spec, name="run", search=[Path(sys.argv[2])]).digest)
-"""
-
-
-def start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
-    import json
-
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", TRAIN, json.dumps(spec), str(FOLDER)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-
-
 PHASES = {
     "copy": lambda run, memory: list(memory.glob("*-checkpoint")),
     "write": lambda run, memory: list(run.glob("checkpoints/step-*/.state-*")),
@@ -143,11 +122,13 @@ def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_or_none(
     spec = large(max_steps=9, mode="local", storage=str(tmp_path / "runs"), checkpoint=checkpoint)
     run, reached = tmp_path / "runs" / "run", PHASES[phase]
     memory = shared_memory.folder_of(str(run))
-    with start(spec) as process:
-        deadline = time.monotonic() + WAIT_S
+    with started(spec) as process:
+        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
         while not reached(run, memory):
             assert process.poll() is None, "it ended before the phase was seen"
             assert time.monotonic() < deadline, f"phase {phase} was not reached"
+            # A phase may last milliseconds; until there is a run there is none.
+            pause.wait(0 if run.exists() else 0.05)
         process.send_signal(signal.SIGKILL)
     for info in list_checkpoints(Storage.at(str(run))):
         if info.whole:
@@ -155,7 +136,7 @@ def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_or_none(
         else:
             with pytest.raises(CheckpointError, match="it was never finished"):
                 load_checkpoint(Storage.at(str(run)), info.step)
-    with start(spec) as process:
+    with started(spec) as process:
         output, _ = process.communicate(timeout=WAIT_S)
     assert output.decode().split()[-1] == calm.digest
     assert all(info.whole for info in list_checkpoints(Storage.at(str(run))))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import Train
+from attempts import Train, started
 from pool import spec_of
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -30,20 +27,7 @@ from samestep.engine.peers import Peers
 from samestep.engine.snapshots import Snapshots
 from samestep.telemetry.timesheet import AUDIT, SAVE, SNAPSHOT, SNAPSHOT_AT
 
-FOLDER = Path(__file__).resolve().parent
 WAIT_S = 120.0
-TRAIN = """
-import json, sys
-from pathlib import Path
-from samestep import parse_spec, train
-print(train(parse_spec(json.loads(sys.argv[1])), name="run", search=[Path(sys.argv[2])]).digest)
-"""
-
-
-def started(spec: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", TRAIN, json.dumps(spec), str(FOLDER)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
 
 
 @pytest.mark.timeout(300)
@@ -55,10 +39,11 @@ def test_what_a_killed_run_leaves_is_the_state_of_a_step_and_goes_with_its_end(
     job = spec_of("Mlp", **fields, mode="local", storage=str(tmp_path), checkpoint=checkpoint)
     uri = str(tmp_path / "run")
     with started(job) as process:
-        deadline = time.monotonic() + WAIT_S
+        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
         while (snapshot.newest(uri) or 0) < 6:
             assert process.poll() is None, "it ended before there was a snapshot"
             assert time.monotonic() < deadline, "no snapshot of step 6"
+            pause.wait(0.01)
         process.send_signal(signal.SIGKILL)
     step = snapshot.newest(uri)
     assert step is not None
