@@ -37,7 +37,8 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
     assert (outcome.status, outcome.digest) == ("done", straight.digest)
     assert outcome.evaluation == straight.evaluation
     found = summarize(Storage.at(outcome.run))
-    assert [str(incident.kind) for incident in found.incidents] == ["crash"] * 3
+    # Of two that die at once Ray may tell of the first alone before the group is taken apart.
+    assert [str(incident.kind) for incident in found.incidents] in (["crash"] * 2, ["crash"] * 3)
     assert [recovery["planned"] for recovery in found.recoveries] == [True, False, False]
     # The recorder may have had the step that the last two were at, or not.
     redone = [attempt.num_redone for attempt in found.attempts]
