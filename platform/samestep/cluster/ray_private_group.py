@@ -220,8 +220,8 @@ class SteadyGroup(WorkerGroup):
         bad: list[RayHand] = []
         end = time.monotonic() + patience_s
         any_settled = False
-        while pending and time.monotonic() < end:
-            done, _ = ray.wait(list(pending), timeout=end - time.monotonic())
+        while pending and (left_s := end - time.monotonic()) > 0:
+            done, _ = ray.wait(list(pending), timeout=left_s)
             for ref in done:
                 hand = pending.pop(ref)
                 try:
