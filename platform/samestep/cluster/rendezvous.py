@@ -61,6 +61,8 @@ def formed_group(
 
     if dist.is_initialized():  # of an attempt whose end failed
         dist.destroy_process_group()
+    # Part of the group's name, on which all must agree; a group that did not form left it raised.
+    dist.distributed_c10d._world.group_count = 0
     place = process.meeting()
     others = open_sockets()
     try:

@@ -52,3 +52,9 @@ def test_who_waits_for_a_worker_that_died_is_freed_when_the_meeting_ends(meeting
     assert time.monotonic() - started < FORM_S / 2
     assert told[0].startswith("the group of 2 did not form: ")
     assert not dist.is_initialized()
+    # The next one is named as in a process that has just started.
+    again = Meeting("127.0.0.1")
+    process.set_meeting(again.place)
+    with formed_group("gloo", world_rank=0, world_size=1, timeout_s=5.0) as group:
+        assert group.group_name == "0"
+    again.close()
