@@ -197,6 +197,9 @@ def test_who_has_not_answered_is_known_to_the_group() -> None:
     source = inspect.getsource(WorkerGroup)
     assert "self._world_rank_to_ongoing_poll: Dict[int, PollTask] = {}" in source
     assert "start_time = time_monotonic()" in source
+    # Set by us: a worker that is alone and stands still has no others who notice.
+    assert "self._worker_health_check_timeout_s = float(" in source
+    assert "elapsed_time_s > self._worker_health_check_timeout_s" in source
 
 
 def test_names_that_we_spell_out_are_rays() -> None:

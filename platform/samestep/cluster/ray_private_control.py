@@ -70,6 +70,8 @@ ECHO_S: Final = 1.0
 """How long survivors' errors wait for the error of the worker that was lost."""
 TELLING_S: Final = 65.0
 """The same, while that worker says that it still writes down what happened."""
+SILENT_MARGIN_S: Final = 10.0
+"""A process that answers nothing is given up later than by its own watchdog and by its peers."""
 STARTING_S: Final = 15.0
 """How long the end of a run waits for processes that are starting."""
 LEAVE: Final = "leave"
@@ -349,6 +351,7 @@ class ElasticController(TrainController):
             crew=self._crew,
             members=self._next,
             sync_actor=self._sync_actor,
+            silent_s=self._plan.spec.faults.hang_timeout_s + SILENT_MARGIN_S,
         )
         self._members = self._next
         group.start()

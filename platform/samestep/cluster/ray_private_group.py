@@ -94,6 +94,8 @@ class SteadyGroup(WorkerGroup):
         crew: keeps them.
         members: those who work.
         sync_actor: of Ray Train; one serves all attempts.
+        silent_s: a worker whose process answers nothing for so long hangs; Ray Train's own limit
+            is ten minutes, and a worker that is alone has no others who notice.
 
     Attributes:
         is_last: no group follows: nobody's state is waited for.
@@ -105,9 +107,11 @@ class SteadyGroup(WorkerGroup):
         crew: Crew[RayHand],
         members: Sequence[RayHand],
         sync_actor: Any,
+        silent_s: float,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._worker_health_check_timeout_s = silent_s
         self._crew = crew
         self._hands = {hand.actor: hand for hand in members}
         self._sync_actor = sync_actor
