@@ -29,7 +29,7 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
     gate = tmp_path / "gate"
     gate.mkdir()
     spec = make_spec(mode="ddp", workers=2, args={"pause_s": 0.3, "gate": str(gate)})
-    strikes = {3: [signal.SIGTERM], 6: [signal.SIGKILL], 9: [signal.SIGKILL] * 2}
+    strikes = {2: [signal.SIGTERM], 6: [signal.SIGKILL], 9: [signal.SIGKILL] * 2}
     pids = struck(gate, wait_until, strikes)
     outcome = train(spec, name="struck", search=[folder])
     assert len(pids()) == 4
@@ -39,11 +39,13 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
     found = summarize(Storage.at(outcome.run))
     # Of two that die at once Ray may tell of the first alone before the group is taken apart.
     assert [str(incident.kind) for incident in found.incidents] in (["crash"] * 2, ["crash"] * 3)
-    assert [recovery["planned"] for recovery in found.recoveries] == [True, False, False]
-    # The recorder may have had the step that the last two were at, or not.
+    # What strikes before training goes on belongs to the same recovery.
+    planned = [recovery["planned"] for recovery in found.recoveries]
+    assert planned in ([True, False], [True, False, False])
+    # Nothing while one of them lives; of the last two the recorder may have had their step, or not.
     redone = [attempt.num_redone for attempt in found.attempts]
     assert redone[:3] == [0, 0, 0]
-    assert redone[3] <= 3
+    assert sum(redone) <= 3
     for recovery in found.recoveries:
         assert recovery["workers"] == [2, 2]
         assert 0 < recovery["again_s"] < 60
