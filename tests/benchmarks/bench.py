@@ -50,8 +50,6 @@ import torch
 from launches import LaunchError, launch
 from models import MODELS
 from ratios import save_rows, step_rows
-from recorders import load_figures, outage_figures
-from recovery import recovery_row
 from report import (
     print_checkpoints,
     print_counts,
@@ -65,6 +63,8 @@ from report import (
 )
 from rich.console import Console
 from whole_runs import telemetry_rows, telemetry_times
+
+from samestep.cluster.environment import prepare_ray
 
 BASES = ("plain, default flags", "plain, bucket view")
 DEFAULT_PARTS = ("steps", "profile", "counts", "dataparallel")
@@ -200,6 +200,9 @@ class Bench:
         print_telemetry(self._console, self.found["telemetry"], workers=self._options.workers)
 
     def _recovery(self) -> None:
+        prepare_ray()  # Ray reads its settings when it is imported
+        from recovery import recovery_row
+
         self.found["recovery"] = []
         kills = 2 if self._options.quick else RECOVERY_KILLS
         for name in self._options.models:
@@ -214,10 +217,16 @@ class Bench:
         self._console.print(text, markup=False, highlight=False)
 
     def _outage(self) -> None:
+        prepare_ray()
+        from recorders import outage_figures
+
         self.found["outage"] = outage_figures(num_steps=3_600 if self._options.quick else 36_000)
         print_outage(self._console, self.found["outage"])
 
     def _load(self) -> None:
+        prepare_ray()
+        from recorders import load_figures
+
         quick = self._options.quick
         self.found["load"] = load_figures(
             num_workers=200 if quick else 2_000, seconds=5 if quick else 20
