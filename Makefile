@@ -10,6 +10,8 @@ JOB ?= workloads/digits/job.yaml
 ARGS ?=
 # Chaos and integration first: one process runs those with a Ray cluster, which take longest.
 TESTS ?= tests/chaos tests/integration tests/unit
+# Those marked `root`, which `make test` leaves to `make test-system`.
+ROOT_TESTS := tests/integration/test_memory_monitor.py tests/unit/cluster/test_links.py
 # Tests run in two processes, file by file, in this order; ARGS="-n 0" runs them in one (for --pdb).
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -43,14 +45,14 @@ train: venv ## Trains JOB (workloads/digits/job.yaml); ARGS are passed on
 	$(BIN)/samestep train $(JOB) $(ARGS)
 
 test: venv ## Runs TESTS (unit, integration, chaos), which need nothing but what pip installs
-	$(BIN)/python -m pytest $(IN_TWO) $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not root' $(TESTS) $(ARGS)
 
 chaos: venv ## Runs the drill of tests/chaos for 60 rounds of random faults (SAMESTEP_CHAOS_ROUNDS)
 	SAMESTEP_CHAOS_ROUNDS=$${SAMESTEP_CHAOS_ROUNDS:-60} $(BIN)/python -m pytest tests/chaos $(ARGS)
 
-test-system: venv ## Runs the tests that need Debian packages or another user
+test-system: venv ## Runs the tests that need Debian packages, root or another user
 	tests/system/install
-	$(BIN)/python -m pytest $(IN_TWO) tests/system $(ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) tests/system $(ROOT_TESTS) $(ARGS)
 
 bench: venv ## Measures step times against stock DDP
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)

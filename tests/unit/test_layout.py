@@ -147,6 +147,16 @@ def test_tests_wait_on_conditions_and_never_sleep() -> None:
     assert offending(r"\btime\.sleep\(", files) == []
 
 
+def test_what_takes_roots_rights_is_run_by_make_test_system() -> None:
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path, text in python_files()
+        if "tests" in path.parts and re.search(r"= \[?pytest\.mark\.root\b", text)
+    }
+    [told] = re.findall(r"^ROOT_TESTS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert set(told.split()) == marked != set()
+
+
 def test_nothing_ends_processes_by_name() -> None:
     code = ((path, text) for path, text in text_files() if path.suffix != ".md")
     assert offending(r"\bpkill\b|\bkillall\b|\bray stop\b|[\"']ray[\"'], *[\"']stop", code) == []

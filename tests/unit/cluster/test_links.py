@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from samestep.cluster.links import BEGIN, GO, Links, why_impossible
+from samestep.cluster.links import BEGIN, GO, Links
 from samestep.cluster.sockets import SILENT_S, open_sockets, silence_ends
 
 CALL = 'exec 3<>"/dev/tcp/$0/$1" && echo here >&3 && exec sleep 60'
 PATIENCE_S = 5.0 * SILENT_S
 
-pytestmark = pytest.mark.skipif(bool(why_impossible()), reason=why_impossible())
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture
