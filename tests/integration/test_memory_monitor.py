@@ -51,7 +51,7 @@ class PretendedMemory:
         new.rename(self._folder / name)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[LocalNodes]:
     """A head without slots, and two nodes of one slot; this process is a driver on the head."""
     spec = parse_spec({"workload": "tiny:Tiny", "batch_size": 16, "epochs": 1})
