@@ -185,60 +185,84 @@ def replay(
     if taker.spec.reduction == "fast":
         differing.append("reduction: 'fast' against 'exact'")
     tolerance = TOLERANCE[taker.spec.precision] if differing else None
-    first_step, compared = taker.step, list[Compared]()
-    raised: Raised | None = None
-    before: State | None = None
-    known = _Known(source)
-    audit = Audit.in_incident(source.incident, num_shards=taker.spec.shards)
-    audited: Audited | None = None
-    weights = _weights_of(source, taker) if taker.is_behind else None
+    first_step = taker.step
+    passage = _Passage(taker, source, tolerance=tolerance, before_step=before_step)
     if taker.is_behind:
         on_step(source.step)
-        before_step(taker)
-        raised = _raised_in(partial(taker.settle_rest, with_hooks=_may_raise(source)))
-        compared.append(Compared(step=source.step, found=None, recorded=None))
-    while raised is None and taker.step <= source.step + num_after:
-        step = taker.step
-        on_step(step)
-        try:
-            if step == source.step:
-                taker.begin_step()
-                before = taker.state()
-                before_step(taker)
-                if audit is not None:
-                    audited = Audited.of(audit, taker.gradients_apart(audit.computed))
-            taken = taker.take()
-        except CannotReplayError:
-            raise
-        except SamestepError as error:
-            _unless_left(error)
-            raised = Raised.of(error)
-            compared.append(Compared(step=step, found=None, recorded=known.of(step, None)))
-            break
-        compared.append(_compared(taken, known.of(step, taken.record), tolerance))
-        if step == source.step:
-            weights = _weights_of(source, taker)
-        with_hooks = step == source.step and _may_raise(source)
-        raised = _raised_in(partial(taker.settle, taken.values, with_hooks=with_hooks))
-    incident = source.incident
-    then = _raised_then(incident)
-    verdict, notes = _verdict(source, compared, raised, then, audited, weights)
+        passage.take_rest()
+    while passage.raised is None and taker.step <= source.step + num_after:
+        on_step(taker.step)
+        passage.take_step()
+    then = _raised_then(source.incident)
+    verdict, notes = _verdict(source, passage, then)
     return Replayed(
         verdict=verdict,
         step=source.step,
         first_step=first_step,
-        steps=tuple(compared),
-        incident=incident,
-        raised=raised,
+        steps=tuple(passage.compared),
+        incident=source.incident,
+        raised=passage.raised,
         raised_then=then,
-        audited=audited,
+        audited=passage.audited,
         numerics=tuple(differing),
         tolerance=tolerance,
         surroundings=tuple(surroundings(source.provenance, taker.workload.folder)),
         notes=tuple(notes),
-        weights=weights,
-        before=before,
+        weights=passage.weights,
+        before=passage.before,
     )
+
+
+class _Passage:
+    """Takes steps, and keeps what each came to; the attributes are those of `Replayed`."""
+
+    def __init__(
+        self, taker: Taker, source: Source, *, tolerance: float | None, before_step: BeforeStep
+    ) -> None:
+        self._taker, self._source, self._tolerance = taker, source, tolerance
+        self._before_step = before_step
+        self._known = _Known(source)
+        self._audit = Audit.in_incident(source.incident, num_shards=taker.spec.shards)
+        self.compared: list[Compared] = []
+        self.raised: Raised | None = None
+        self.before: State | None = None
+        self.audited: Audited | None = None
+        self.weights: Weights | None = None
+
+    def take_rest(self) -> None:
+        """What remains of the source's step, whose update the state is behind of."""
+        self.weights = _weights_of(self._source, self._taker)
+        self._before_step(self._taker)
+        with_hooks = _may_raise(self._source)
+        self.raised = _raised_in(partial(self._taker.settle_rest, with_hooks=with_hooks))
+        self.compared.append(Compared(step=self._source.step, found=None, recorded=None))
+
+    def take_step(self) -> None:
+        """The next step, and what follows its update."""
+        taker, source, step = self._taker, self._source, self._taker.step
+        found: list[Taken] = []
+        self.raised = _raised_in(lambda: found.append(self._taken()))
+        if not found:
+            known = self._known.of(step, None)
+            self.compared.append(Compared(step=step, found=None, recorded=known))
+            return
+        [taken] = found
+        self.compared.append(_compared(taken, self._known.of(step, taken.record), self._tolerance))
+        if step == source.step:
+            self.weights = _weights_of(source, taker)
+        with_hooks = step == source.step and _may_raise(source)
+        self.raised = _raised_in(partial(taker.settle, taken.values, with_hooks=with_hooks))
+
+    def _taken(self) -> Taken:
+        taker = self._taker
+        if taker.step == self._source.step:
+            taker.begin_step()
+            self.before = taker.state()
+            self._before_step(taker)
+            if self._audit is not None:
+                gradients = taker.gradients_apart(self._audit.computed)
+                self.audited = Audited.of(self._audit, gradients)
+        return taker.take()
 
 
 def take_again(
@@ -368,14 +392,9 @@ def _raised_then(incident: Incident | None) -> Raised | None:
     return Raised.in_incident(incident)
 
 
-def _verdict(
-    source: Source,
-    compared: Sequence[Compared],
-    raised: Raised | None,
-    then: Raised | None,
-    audited: Audited | None,
-    weights: Weights | None,
-) -> tuple[Verdict, list[str]]:
+def _verdict(source: Source, passage: _Passage, then: Raised | None) -> tuple[Verdict, list[str]]:
+    compared, raised = passage.compared, passage.raised
+    audited, weights = passage.audited, passage.weights
     notes: list[str] = []
     values = Verdict.REPRODUCED
     if any(item.apart for item in compared):
