@@ -14,15 +14,18 @@ class Retries(Part):
         1,
         ge=0,
         description=(
-            "restarts after the workload's own exceptions and lack of memory; the same failure of "
-            "the same step ends the run whatever this says"
+            "restarts after the workload's own exceptions, lack of memory among them; the same "
+            "failure of the same step ends the run whatever this says"
         ),
         json_schema_extra=FREE,
     )
     infrastructure: int = Field(
         20,
         ge=0,
-        description="restarts after lost workers or nodes",
+        description=(
+            "restarts after lost workers or nodes, and after workers that their node ended for "
+            "lack of memory"
+        ),
         json_schema_extra=FREE,
     )
 

@@ -96,9 +96,12 @@ def test_a_worker_that_rays_memory_monitor_ends_is_told_as_lack_of_memory(
     thread.join()
     nodes.kill(tight)
     assert len(ended) == 1
-    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    assert outcome.status == "done", outcome.message
+    assert outcome.digest == straight.digest
     found = summarize(Storage.at(outcome.run))
-    assert [str(incident.kind) for incident in found.incidents] == ["out_of_memory"]
-    assert "was killed because its node ran out of memory" in found.incidents[0].message
+    assert found.incidents  # a slow machine ends the spare as well, before the memory is back
+    for incident in found.incidents:
+        assert str(incident.kind) == "out_of_memory"
+        assert "was killed because its node ran out of memory" in incident.message
     assert found.num_redone == 0
     assert found.recoveries[0]["cause"] == "out_of_memory"

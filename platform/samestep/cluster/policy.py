@@ -88,7 +88,7 @@ class RetryPolicy:
 
     def __init__(self, retries: Retries) -> None:
         self._retries = retries
-        self._in_a_row: dict[Cause, int] = {}
+        self._in_a_row = {"user": 0, "infrastructure": 0}
         self._num_memory = 0
         self._furthest = -1
         self._before: tuple[int | None, str] | None = None
@@ -103,8 +103,9 @@ class RetryPolicy:
         first = min(faults, key=lambda fault: list(Cause).index(fault.cause))
         if step > self._furthest:
             self._furthest = step
-            self._in_a_row.clear()
-        spent = self._spend(first)
+            self._in_a_row = dict.fromkeys(self._in_a_row, 0)
+        field = _budget_of(first)
+        spent = self._spend(first, field)
         if first.cause is Cause.FINAL:
             return Verdict(retry=False, first=first, message=first.message)
         if self._is_deterministic(first):
@@ -114,7 +115,7 @@ class RetryPolicy:
                 message=f"{first.message}\nThe same step failed in the same way twice, so it "
                 "would again: mend the workload, then run the same command to go on",
             )
-        budget, field = self._budget(first.cause)
+        budget = int(getattr(self._retries, field))
         if spent > budget:
             return Verdict(
                 retry=False,
@@ -124,16 +125,14 @@ class RetryPolicy:
             )
         return Verdict(retry=True, first=first, message=first.message, delay_s=self._delay_s())
 
-    def _spend(self, first: Fault) -> int:
+    def _spend(self, first: Fault, field: str) -> int:
         """The failures in a row of what shares a budget with this one, itself included."""
-        self._in_a_row[first.cause] = self._in_a_row.get(first.cause, 0) + 1
-        field = self._budget(first.cause)[1]
+        self._in_a_row[field] += 1
         if first.cause is Cause.OUT_OF_MEMORY:
             self._num_memory += 1
             if self._num_memory > self._retries.infrastructure:  # over all: a leak makes progress
                 return self._num_memory
-        same = [c for c in self._in_a_row if self._budget(c)[1] == field]
-        return sum(self._in_a_row[cause] for cause in same)
+        return self._in_a_row[field]
 
     def _is_deterministic(self, first: Fault) -> bool:
         before = self._before
@@ -144,14 +143,19 @@ class RetryPolicy:
         self._before = (first.step, f"{first.kind}:{text[-1] if text else ''}")
         return before == self._before
 
-    def _budget(self, cause: Cause) -> tuple[int, str]:
-        if cause in (Cause.USER, Cause.OUT_OF_MEMORY):
-            return self._retries.user, "user"
-        return self._retries.infrastructure, "infrastructure"
-
     def _delay_s(self) -> float:
         """None after the first failure in a row, then more and more."""
         number = sum(self._in_a_row.values())
         if number < 2:
             return 0.0
         return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (number - 2)))
+
+
+def _budget_of(fault: Fault) -> str:
+    """The field of `faults.retries` that a failure spends.
+
+    A worker that the node ended for lack of memory told nothing itself: what filled the node may
+    be somebody else's and gone a second later.
+    """
+    is_own = fault.cause is Cause.OUT_OF_MEMORY and fault.told
+    return "user" if is_own or fault.cause is Cause.USER else "infrastructure"

@@ -56,6 +56,20 @@ def test_lack_of_memory_is_not_retried_for_ever_even_with_progress() -> None:
     ]
 
 
+def test_lack_of_memory_on_the_node_spends_another_budget_than_the_workloads_own() -> None:
+    of_node = replace(CRASH, cause=Cause.OUT_OF_MEMORY)
+    own = replace(USER, cause=Cause.OUT_OF_MEMORY, told=True)
+    policy = RetryPolicy(Retries(user=0, infrastructure=3))
+    assert [policy.decide([of_node], step=3).retry for _ in range(3)] == [True] * 3
+    ended = policy.decide([of_node], step=3)
+    assert not ended.retry
+    assert "4 failures in a row" in ended.message
+    assert "faults.retries.infrastructure is 3" in ended.message
+    ended = RetryPolicy(Retries(user=0, infrastructure=3)).decide([own], step=3)
+    assert not ended.retry
+    assert "faults.retries.user is 0" in ended.message
+
+
 def test_what_no_retry_can_mend_is_final_at_once() -> None:
     fault = replace(USER, cause=Cause.FINAL, message="no such file", exit_status=2)
     verdict = RetryPolicy(Retries()).decide([ECHO, fault], step=0)
