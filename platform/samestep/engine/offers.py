@@ -80,6 +80,11 @@ class Choice:
     offer: Offer | None
     holders: tuple[int, ...] = ()
 
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Of the state; less than any where there is none."""
+        return self.offer.rank if self.offer is not None else (-1, 0, 0)
+
 
 def choose(offers: Sequence[Sequence[Offer]]) -> Choice:
     """The newest state of all that the workers (by rank) offer."""

@@ -93,13 +93,10 @@ class Resumption:
         self._peers = peers
         self._target = target
         self._attempt = int(status["attempt"])
-        num_steps = int(status["step"])
+        self._num_steps = int(status["step"])
         self._way = self._way_by(status["rollbacks"])
-        self._held = self._usable(survivor.held(run.uri), num_steps)
+        self._held = self._usable(survivor.held(run.uri))
         self._held_in = Source.SURVIVOR
-        if self._held is None:
-            self._held = self._usable(self._from_snapshot(), num_steps)
-            self._held_in = Source.SNAPSHOT
         self._choice = Choice(offer=None)
         self._loaded: tuple[State, str] | None = None
         self._best_so_far: Best | None = None
@@ -116,15 +113,17 @@ class Resumption:
             PeerLostError: another worker could not do its part.
         """
         rollbacks = [each.to_json() for each in self._way.rollbacks]
-        message = {"offers": [each.to_json() for each in self._offers()], "rollbacks": rollbacks}
-        everyone = self._told(message)
+        steps = snapshot.steps(self._run.uri) if self._held is None else []
+        everyone = self._told(self._offers() | {"rollbacks": rollbacks, "snapshots": steps})
         # One that comes in just now is known to some only: worker 0's word counts, and the
         # recorder takes no attempt that does not know the last.
         self._way = self._way_by(everyone[0]["rollbacks"])
-        offers = [list(map(Offer.from_json, told["offers"])) for told in everyone]
-        self._choice = choose(
-            [[each for each in mine if self._way.holds(each, self._attempt)] for mine in offers]
-        )
+        self._choice = self._choose(everyone)
+        newest = max((step for told in everyone for step in told["snapshots"]), default=-1)
+        if newest >= 0 and Offer(kind=Source.SNAPSHOT, step=newest).rank > self._choice.rank:
+            if steps:  # only now, since to read one takes longer than all else here
+                self._held, self._held_in = self._usable(self._from_snapshot()), Source.SNAPSHOT
+            self._choice = self._choose(self._told(self._offers()))
         if self._choice.offer is None or self._choice.offer.kind is Source.CHECKPOINT:
             self._choose_checkpoint()
             return
@@ -219,12 +218,12 @@ class Resumption:
     def _way_by(self, rollbacks: Sequence[Mapping[str, Any]]) -> Way:
         return Way(self._spec.incidents.leave_out, [Rollback.from_json(each) for each in rollbacks])
 
-    def _usable(self, held: Held | None, num_steps: int) -> Held | None:
+    def _usable(self, held: Held | None) -> Held | None:
         """What is held, unless others have gone on from elsewhere while the ledger lacks steps.
 
         Records of the present attempt can still be delivered; those of an earlier one can't.
         """
-        if held is None or (held.attempt != self._attempt and held.state.step > num_steps):
+        if held is None or (held.attempt != self._attempt and held.state.step > self._num_steps):
             return None
         offer = Offer.of(held, Source.SURVIVOR)
         return held if self._way.holds(offer, self._attempt) else None
@@ -260,7 +259,13 @@ class Resumption:
             and self._peers.world_rank in self._choice.holders
         )
 
-    def _offers(self) -> list[Offer]:
+    def _choose(self, everyone: Sequence[Mapping[str, Any]]) -> Choice:
+        offers = [list(map(Offer.from_json, told["offers"])) for told in everyone]
+        return choose(
+            [[each for each in mine if self._way.holds(each, self._attempt)] for mine in offers]
+        )
+
+    def _offers(self) -> dict[str, Any]:
         offers = []
         if self._held is not None:
             offers.append(Offer.of(self._held, self._held_in))
@@ -270,7 +275,7 @@ class Resumption:
                 for info in list_checkpoints(self._run)
                 if info.whole
             ]
-        return offers
+        return {"offers": [each.to_json() for each in offers]}
 
     def _told(
         self, message: dict[str, Any], act: Callable[[], None] = lambda: None
