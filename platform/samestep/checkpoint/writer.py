@@ -28,7 +28,7 @@ NICENESS: Final = 10
 PARENT_POLL_S: Final = 0.5
 END_S: Final = 5.0
 _START: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    f"import json, os, sys; os.nice({NICENESS}); sys.path[:] = json.loads(sys.argv[1]); "
     "from samestep.checkpoint.writer import serve; serve(int(sys.argv[2]))"
 )
 
@@ -174,7 +174,6 @@ def _line(handle: int, deadline: float) -> bytes:
 
 def serve(parent_pid: int) -> None:
     """What the process does: jobs from standard input, until the trainer is gone."""
-    os.nice(NICENESS)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
