@@ -398,6 +398,7 @@ class ElasticController(TrainController):
             runtime_env=self._runtime_env,
             part=self._plan.part,
             ray_parts=self._ray_parts,
+            train_fn_ref=self._train_fn_ref,
         )
 
 

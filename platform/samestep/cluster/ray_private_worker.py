@@ -49,10 +49,17 @@ class SteadyStatus(WorkerStatus):
 class SteadyWorker(RayTrainWorker):
     """A worker process that outlives its group."""
 
-    def warm(self, part: Part, ray_parts: Any) -> ActorMetadata:
-        """Makes ready to take over in no time; `ray_parts` load what Ray Train will send."""
+    def warm(self, part: Part, ray_parts: Any, train_fn_ref: Any) -> ActorMetadata:
+        """Makes ready to take over in no time.
+
+        Args:
+            part: what to rehearse with.
+            ray_parts: load what Ray Train will send.
+            train_fn_ref: Ray Train's; fetched and loaded once, the next time is quick.
+        """
         import ray.train.torch  # noqa: F401
 
+        train_fn_ref.get()
         rehearse(part)
         return self.get_metadata()
 
@@ -166,6 +173,7 @@ def hire(
     runtime_env: Mapping[str, Any],
     part: Part,
     ray_parts: Any,
+    train_fn_ref: Any,
 ) -> RayHand:
     """Starts a worker process on a node.
 
@@ -187,4 +195,4 @@ def hire(
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         }
     actor = remote.options(runtime_env=dict(runtime_env), **options).remote()
-    return RayHand(actor, node_id, actor.warm.remote(part, ray_parts))
+    return RayHand(actor, node_id, actor.warm.remote(part, ray_parts, train_fn_ref))

@@ -239,7 +239,10 @@ class _Attempt:
         digest = live_digest(state)
         if saved.source is Source.SURVIVOR:  # what was handed over is compared to the last value
             digest += state_sha256(State(step=saved.step, tensors={}, values=whole.values))
-        formed = compare_canary(spec, exact, peers, built.order, self._feed.take_apart, digest)
+        is_new = saved.source is not Source.SURVIVOR
+        formed = compare_canary(
+            spec, exact, peers, built.order, self._feed.take_apart, digest, is_new=is_new
+        )
         grown = collect(built.parts, step=saved.step, extras={}).tensors.keys() - state.keys()
         if grown:
             raise WorkloadError(
@@ -255,7 +258,6 @@ class _Attempt:
             self._engine = FastEngine(
                 spec=spec, workload=built.workload, replica=replicas[0], peers=peers, scale=scale
             )
-        is_new = saved.source is not Source.SURVIVOR
         if built.evaluation is not None and saved.step < built.end_step and is_new:
             # What is wrong with evaluate, or hangs on a metric that it lacks, shows before step 0.
             metrics = built.evaluation.run(

@@ -58,7 +58,14 @@ def compare_fingerprints(spec: JobSpec, peers: Peers, numerics: dict[str, Any]) 
 
 
 def compare_canary(
-    spec: JobSpec, engine: StepEngine, peers: Peers, order: Order, take: TakeApart, state: str
+    spec: JobSpec,
+    engine: StepEngine,
+    peers: Peers,
+    order: Order,
+    take: TakeApart,
+    state: str,
+    *,
+    is_new: bool = True,
 ) -> Formed:
     """Computes shard 0 of step 0 everywhere and compares its digest, the layout and the state.
 
@@ -69,6 +76,7 @@ def compare_canary(
         order: of the run.
         take: loads a batch out of order.
         state: digest of this worker's whole state, as restored or initialised.
+        is_new: no group of these has trained before: a shard of the smallest size is tried too.
 
     Raises:
         DivergenceError: states, layouts or samples differ, which no setting allows.
@@ -86,7 +94,8 @@ def compare_canary(
         found = engine.probe(plan, take)
         message["canary"] = [digest for digest, _ in found]
         result = found[0][1]
-        _probe_smallest(engine, order, take, plan)
+        if is_new:
+            _probe_smallest(engine, order, take, plan)
     except SamestepError as error:
         failure = _with_advice(error, order, spec)
         message["error"] = str(failure)
