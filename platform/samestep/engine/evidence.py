@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -87,6 +88,7 @@ class Evidence:
         self._module = module_file(built.workload)
         self._is_full = spec.incidents.bundle.keep == 0
         self._found_at: dict[IncidentKind, int] = {}
+        self._waiting: Callable[[], None] | None = None
 
     def keep(
         self,
@@ -96,6 +98,7 @@ class Evidence:
         source: StateSource,
         wants_samples: bool = True,
         if_idle: bool = False,
+        later: bool = False,
         record: StepRecord | None = None,
         records: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -113,9 +116,11 @@ class Evidence:
                 of the incident's alone where the state is from behind it.
             if_idle: no bundle while another is under way, nor for what is found in one step after
                 another: copies would fill memory and disk.
+            later: all but the copy waits for `go_on`.
             record: what the step came to.
             records: records of the attempt that may not be in the ledger yet.
         """
+        self.go_on()
         if if_idle and not self._is_worth_it(incident):
             return
         if self._is_full or not incident.id:
@@ -142,20 +147,25 @@ class Evidence:
                 spec=self._spec,
                 copied=copied,
                 source=source,
-                samples=self._reading(steps, room_bytes) if steps else None,
+                samples=None,
                 record=record,
                 records=list(records),
                 numerics=self._fingerprint,
                 module=self._module,
                 missing=missing,
             )
-            bundling = Bundling(material, run=self._run, target=self._target)
         except Exception as error:  # of user code too, in what the state consists of
             give_up(self._target, incident.id, token, error)
             return
-        with _lock:
-            _under_way[:] = [other for other in _under_way if not other.wait(0)]
-            _under_way.append(bundling)
+        self._waiting = partial(self._write, material, steps, room_bytes)
+        if not later:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Starts writing what was only copied yet; never raises."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting()
 
     def keep_behind(
         self,
@@ -207,10 +217,12 @@ class Evidence:
         ahead = [incident for incident in lacking if incident.step >= step]
         if ahead:
             last = max(ahead, key=lambda one: (one.attempt, one.time))
-            self.keep(last, state_of, source=source)
+            # The others wait for this worker's step, which a fork and a writer slow down.
+            self.keep(last, state_of, source=source, later=True)
 
     def finish(self, *, hurries: bool = False) -> None:
         """Waits for what is under way in this process, before it is too late; bounded."""
+        self.go_on()
         limit_s = HURRY_S if hurries else BUNDLE_S
         settle(min(limit_s, self._spec.faults.hang_timeout_s / 2))
 
@@ -218,6 +230,18 @@ class Evidence:
         before = self._found_at.get(incident.kind)
         self._found_at[incident.kind] = incident.step
         return before != incident.step - 1 and settle(0)
+
+    def _write(self, material: Material, steps: Sequence[int], room_bytes: int) -> None:
+        try:
+            samples = self._reading(steps, room_bytes) if steps else None
+            whole = replace(material, samples=samples)
+            bundling = Bundling(whole, run=self._run, target=self._target)
+        except Exception as error:  # of user code too, in how samples are read
+            give_up(self._target, material.incident.id, material.token, error)
+            return
+        with _lock:
+            _under_way[:] = [other for other in _under_way if not other.wait(0)]
+            _under_way.append(bundling)
 
     def _copied(self, state: State) -> tuple[Copied, int]:
         """A copy of the state, and what is left of the limit for samples."""

@@ -177,6 +177,7 @@ class Loop:
             back = found.rollback
         except PeerLostError:
             # Its part will not come. What lies in shared memory is for the next attempt.
+            self._evidence.go_on()
             self._keeping.close(wait_s=0, keep_images=True)
             raise
         except IncidentError:
@@ -187,6 +188,7 @@ class Loop:
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
             raise
         except BaseException:
+            self._evidence.go_on()
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
             raise
         if back is not None:
@@ -205,6 +207,7 @@ class Loop:
         while self._step < end_step and not flag and self._appraisal.stop_reason is None:
             self._on_step(self._step)
             flag = self._take_step()
+            self._evidence.go_on()
             self._settle()
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
