@@ -19,7 +19,7 @@ class Struck:
     Attributes:
         strike: what it was to be.
         at_step: steps taken when it struck.
-        held_up_s: the longest time between two new steps from then to the next strike.
+        held_up_s: the longest time without a new step, from then to the next strike.
         redone: steps taken again from then to the next strike.
         note: where it could not strike, why.
     """
@@ -106,7 +106,11 @@ class Watched:
         for number, blow in enumerate(blows):
             rest = blows[number + 1 :]
             until = rest[0].at_s if rest else float("inf")
-            gaps = [b - a for a, b in itertools.pairwise(times) if blow.at_s < b <= until]
+            gaps = [
+                b - max(a, blow.at_s)
+                for a, b in itertools.pairwise(times)
+                if blow.at_s < b <= until
+            ]
             redone = sum(n for t, n in self.redone_at if blow.at_s < t <= until)
             found.append(
                 Struck(
