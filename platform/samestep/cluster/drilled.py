@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.cluster.strikes import Strike
-from samestep.names import Event
+from samestep.names import Activity, Event
 from samestep.telemetry.records import EventRecord, StepRecord
 
 
@@ -19,8 +19,9 @@ class Struck:
     Attributes:
         strike: what it was to be.
         at_step: steps taken when it struck.
-        held_up_s: the longest time without a new step, from then to the next strike.
-        redone: steps taken again from then to the next strike.
+        held_up_s: the longest time without a new step, from then to the next strike; evaluations
+            are not in it.
+        redone: steps taken again by attempts that began from then to the next strike.
         note: where it could not strike, why.
     """
 
@@ -84,20 +85,23 @@ class Watched:
     num_steps: int = 0
     redone: int = 0
     attempts: list[Mapping[str, Any]] = field(default_factory=list)
-    step_times: list[float] = field(default_factory=list)
-    redone_at: list[tuple[float, int]] = field(default_factory=list)
+    step_times: list[tuple[float, float]] = field(default_factory=list)
+    begun_at: dict[int, float] = field(default_factory=dict)
+    redone_by: dict[int, int] = field(default_factory=dict)
 
     def take(self, record: StepRecord | EventRecord) -> None:
         """Takes in what the ledger says next."""
         if isinstance(record, StepRecord):
             self.num_steps = max(self.num_steps, record.step + 1)
-            self.step_times.append(record.timing.get("at_s", record.time or 0.0))
+            at_s = record.timing.get("at_s", record.time or 0.0)
+            self.step_times.append((at_s, record.timing.get(f"{Activity.EVALUATION}_s", 0.0)))
         elif record.event is Event.ATTEMPT_STARTED:
             self.attempts.append(record.fields)
+            self.begun_at[record.attempt] = record.time
         elif record.event is Event.ATTEMPT_ENDED:
             redone = int(record.fields.get("redone", 0))
             self.redone += redone
-            self.redone_at.append((record.time, redone))
+            self.redone_by[record.attempt] = redone
 
     def costs(self, blows: Sequence[Blow]) -> list[Struck]:
         """What each fault cost, until the next one."""
@@ -107,11 +111,15 @@ class Watched:
             rest = blows[number + 1 :]
             until = rest[0].at_s if rest else float("inf")
             gaps = [
-                b - max(a, blow.at_s)
-                for a, b in itertools.pairwise(times)
-                if blow.at_s < b <= until
+                max(0.0, at_s - max(before_s, blow.at_s) - evaluation_s)
+                for (before_s, _), (at_s, evaluation_s) in itertools.pairwise(times)
+                if blow.at_s < at_s <= until
             ]
-            redone = sum(n for t, n in self.redone_at if blow.at_s < t <= until)
+            redone = sum(
+                self.redone_by.get(attempt, 0)
+                for attempt, begun_s in self.begun_at.items()
+                if blow.at_s < begun_s <= until
+            )
             found.append(
                 Struck(
                     strike=blow.strike,
