@@ -23,12 +23,16 @@ from typing import Any, Final, Protocol
 from samestep.checkpoint.job import WriteJob, Written, perform
 from samestep.errors import SamestepError, StorageError
 
-NICENESS: Final = 10
-"""The writer's priority: what it takes longer is nobody's time, what it takes away is."""
 PARENT_POLL_S: Final = 0.5
 END_S: Final = 5.0
+# What the writer takes longer is nobody's time, what it takes away is: it runs where nobody else
+# wants to (under Linux), its imports too. Whoever waits for it leaves it the machine.
 _START: Final = (
-    f"import json, os, sys; os.nice({NICENESS}); sys.path[:] = json.loads(sys.argv[1]); "
+    "import json, os, sys; "
+    "is_linux = hasattr(os, 'SCHED_IDLE'); "
+    "is_linux and os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); "
+    "is_linux or os.nice(19); "
+    "sys.path[:] = json.loads(sys.argv[1]); "
     "from samestep.checkpoint.writer import serve; serve(int(sys.argv[2]))"
 )
 
@@ -88,7 +92,9 @@ class ProcessWriter:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     # Signals meant for the trainer (Ctrl-C) must not end a save of its last state.
-                    start_new_session=True,
+                    # A session of its own would do as well, but where the kernel shares time
+                    # among sessions (autogroup) its priority would count among its own alone.
+                    process_group=0,
                 )
 
     def write(self, job: WriteJob, data: memoryview, timeout_s: float) -> Written:

@@ -187,3 +187,18 @@ def test_a_writer_ends_with_its_parent() -> None:
 def test_a_full_file_system_for_images_is_told_before_a_copy() -> None:
     with pytest.raises(StorageError, match=r"can't get \d+ bytes of shared memory at .*give"):
         Image.shared(Path("/dev/shm/samestep-test-too-large"), 1 << 60)
+
+
+def test_the_process_gives_way_to_training(
+    run: Storage, tmp_path: Path, process_writer: ProcessWriter
+) -> None:
+    (tmp_path / "image").write_bytes(b"012345678")
+    process_writer.write(job_of(run, tmp_path / "image"), memoryview(b""), WAIT_S)
+    assert process_writer._process is not None
+    pid = process_writer._process.pid
+    if sys.platform == "linux":
+        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+    else:
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    # Among the trainer's session, where that priority counts, and out of reach of its Ctrl-C.
+    assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
