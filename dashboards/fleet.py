@@ -68,7 +68,7 @@ NOW: Final = Row(
         stat(
             "Restarts, last day",
             "Attempts after faults.",
-            f'sum(increase(samestep_restarts_total{{{RUN},cause!="resumed"}}[1d]))',
+            f'sum(increase(samestep_restarts_total{{{RUN},cause!~"resumed|resized"}}[1d]))',
             thresholds=[(0, "green"), (5, "orange"), (20, "red")],
         ),
         stat(

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 import yaml
+from browser import photograph
 from draw import Source, draw
 
 from samestep.checkpoint.storage import Storage
@@ -42,9 +43,6 @@ ACT_S: Final = 20.0
 """How long each act of the story lasts."""
 WAIT_S: Final = 120.0
 POLL_S: Final = 0.1
-SIZE: Final = "1800,1300"
-PAGE_MS: Final = 30_000
-"""For a page to load what it shows."""
 PANELS: Final = (
     *("Training loss", "Evaluation", "Per second", "A step's time", "Time by part", "Workers"),
     *("Restarts, incidents, steps redone", "Standing still", "Where attempts got their state"),
@@ -80,13 +78,21 @@ def main() -> None:
                 graphs |= {f"g{number}.{name}": value for name, value in given.items()}
             # Debian's Prometheus has the older pages only.
             photograph(
-                f"{url}/classic/graph?{urllib.parse.urlencode(graphs)}", out / "prometheus.png"
+                f"{url}/classic/graph?{urllib.parse.urlencode(graphs)}",
+                out / "prometheus.png",
+                ready=f"document.querySelectorAll('.rickshaw_graph svg').length == {len(GRAPHED)}",
+                size=(1500, 1900),
             )
         with mlflow_pages(storage) as url:
             tracked = read_tracked(Storage.at(str(storage / RUN)))
             assert tracked is not None
             page = f"{url}/#/experiments/1/runs/{tracked.run_id}"
-            photograph(f"{page}/model-metrics", out / "mlflow.png")
+            photograph(
+                f"{page}/model-metrics",
+                out / "mlflow.png",
+                ready="document.querySelectorAll('.js-plotly-plot .main-svg').length >= 12",
+                size=(1500, 1200),
+            )
 
 
 def tell_story(storage: Path) -> float:
@@ -200,20 +206,6 @@ def served(command: list[str], ready: str, log: Path) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(WAIT_S)
-
-
-def photograph(url: str, picture: Path) -> None:
-    """A page as a headless browser shows it."""
-    subprocess.run(
-        [
-            *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-            *(f"--window-size={SIZE}", f"--timeout={PAGE_MS}"),
-            *(f"--screenshot={picture}", url),
-        ],
-        check=True,
-        timeout=WAIT_S,
-        stderr=subprocess.DEVNULL,
-    )
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:

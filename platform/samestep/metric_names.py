@@ -272,7 +272,8 @@ class Metrics:
         labels=("cause",),
         help=(
             "Attempts after the first, by what ended the one before: the kind of its last "
-            "incident, worker_lost or driver_lost without one; resumed where the run had ended."
+            "incident; without one resized, worker_lost or driver_lost; resumed where the run had "
+            "ended."
         ),
     )
     RESTORES: Final = Metric(

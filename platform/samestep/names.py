@@ -150,6 +150,7 @@ class TimePart(StrEnum):
 class RestartCause(StrEnum):
     """Why an attempt after the first began, where no incident's kind tells: a closed list."""
 
+    RESIZED = "resized"
     WORKER_LOST = "worker_lost"
     DRIVER_LOST = "driver_lost"
     RESUMED = "resumed"

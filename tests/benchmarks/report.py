@@ -219,6 +219,8 @@ def print_recovery(console: Console, found: Mapping[str, Any]) -> None:
     )
     for name, times in found["held_up_s"].items():
         known = [value for value in times if value is not None]
+        if not known:  # a peer that never came back
+            continue
         median, least, most = _of(known)
         row = (f"{name}: worker killed", str(len(known)))
         table.add_row(*row, f"{median:.2f}", f"{least:.2f}", f"{most:.2f}")
@@ -226,10 +228,9 @@ def print_recovery(console: Console, found: Mapping[str, Any]) -> None:
         value = "-" if seconds is None else f"{seconds:.2f}"
         table.add_row(f"samestep: {what} ({redone} steps redone)", "1", value, value, value)
     console.print(table)
-    ours, torchrun = (
-        statistics.median(found["held_up_s"][name]) for name in ("samestep", "torchrun")
-    )
-    console.print(
-        f"{found['model']}: {found['redone']} steps redone over all kills; median {ours:.2f} s, "
-        f"{ours / torchrun:.2f} of torchrun's {torchrun:.2f} s"
-    )
+    ours = statistics.median(found["held_up_s"]["samestep"])
+    console.print(f"{found['model']}: {found['redone']} steps redone over all kills")
+    for name, times in found["held_up_s"].items():
+        if name != "samestep" and times:
+            theirs = statistics.median(times)
+            console.print(f"median {ours:.2f} s, {ours / theirs:.2f} of {name}'s {theirs:.2f} s")

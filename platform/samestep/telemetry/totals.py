@@ -70,6 +70,7 @@ class Totals:
         self._ended: Mapping[str, Any] | None = None
         self.finished = False
         self._last_incident: str | None = None
+        self._restarted: str | None = None
         self._num_recoveries = 0
         for metric in COUNTED_FROM_THE_START:
             self.values[metric, ()] = 0.0
@@ -151,6 +152,7 @@ class Totals:
             case Event.ATTEMPT_STARTED:
                 self._start_attempt(record)
             case Event.ATTEMPT_ENDED:
+                self._count_restart()
                 if self._started is not None:
                     self._count(Metrics.REDONE_STEPS, fields.get("redone", 0))
                     self._started = None
@@ -183,7 +185,10 @@ class Totals:
     def _start_attempt(self, record: EventRecord) -> None:
         fields = record.fields
         if self.attempt:
-            self._count(Metrics.RESTARTS, 1, self._why_restarted())
+            self._restarted = self._why_restarted()
+            # Where no fault is known, it shows a moment later whether the run was resized.
+            if self._restarted != RestartCause.WORKER_LOST:
+                self._count_restart()
         self._count(Metrics.ATTEMPTS)
         source = str(fields.get("source", ""))
         if source in STATE_SOURCES:
@@ -200,8 +205,16 @@ class Totals:
             self.distributions[Metrics.RECOVERY_SECONDS].add(seconds)
         self._num_recoveries = len(self.accounting.recoveries)
 
+    def _count_restart(self) -> None:
+        if self._restarted is not None:
+            self._count(Metrics.RESTARTS, 1, self._restarted)
+            self._restarted = None
+
     def _add_recovery(self, fields: Mapping[str, Any]) -> None:
         planned = bool(fields.get("planned"))
+        if planned and self._restarted is not None:
+            self._restarted = str(RestartCause.RESIZED)
+        self._count_restart()
         standstill = (
             Metrics.PLANNED_STANDSTILL_SECONDS if planned else Metrics.FAULT_STANDSTILL_SECONDS
         )

@@ -284,7 +284,10 @@ def test_restarts_are_counted_by_what_ended_the_attempt_before(
         recorder.finish(attempt, {"status": end, "step": 2})
         recorder.close()
         recorder, sink = open_recorder()
-    tell(recorder, 2, 4)
+    again = tell(recorder, 2, 4)
+    recovery = {"cause": "crash", "message": "", "planned": False, "workers": [2, 2]}
+    recorder.recovered(again, {**recovery, "detected_s": None, "again_s": 0.5})
+    recorder.drain()
     samples = scrape(sink.url)
     assert value(samples, Metrics.RESTARTS, cause=cause) == 1
     assert sum(v for (name, _), v in samples.items() if name == Metrics.RESTARTS.name) == 1
@@ -312,6 +315,9 @@ def test_recoveries_are_told_apart_by_whether_they_were_planned_and_by_where_the
     ):
         assert samples[f"samestep_{name}_seconds_count", (("run", "r"),)] == count
         assert samples[f"samestep_{name}_seconds_sum", (("run", "r"),)] == total
+    causes = {"worker_lost": 1, "resized": 1, "resumed": 0}
+    for cause, count in causes.items():
+        assert value(samples, Metrics.RESTARTS, cause=cause) == count
     sources = {"start": 1, "checkpoint": 1, "survivor": 1, "snapshot": 0}
     for source, count in sources.items():
         assert value(samples, Metrics.RESTORES, source=source) == count
