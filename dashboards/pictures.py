@@ -81,7 +81,7 @@ def main() -> None:
                 f"{url}/classic/graph?{urllib.parse.urlencode(graphs)}",
                 out / "prometheus.png",
                 ready=f"document.querySelectorAll('.rickshaw_graph svg').length == {len(GRAPHED)}",
-                size=(1500, 1900),
+                size=(1500, 2400),
             )
         with mlflow_pages(storage) as url:
             tracked = read_tracked(Storage.at(str(storage / RUN)))
@@ -90,8 +90,8 @@ def main() -> None:
             photograph(
                 f"{page}/model-metrics",
                 out / "mlflow.png",
-                ready="document.querySelectorAll('.js-plotly-plot .main-svg').length >= 12",
-                size=(1500, 1200),
+                ready="document.querySelectorAll('.scatterlayer .js-line').length >= 3",
+                size=(1500, 1500),
             )
 
 

@@ -25,14 +25,10 @@ from samestep.errors import SamestepError, StorageError
 
 PARENT_POLL_S: Final = 0.5
 END_S: Final = 5.0
-# What the writer takes longer is nobody's time, what it takes away is: it runs where nobody else
-# wants to (under Linux), its imports too. Whoever waits for it leaves it the machine.
+# What the writer takes longer is nobody's time, what it takes away is: its imports, too, run at the
+# lowest priority. Not idle (SCHED_IDLE): beside busy loader processes it would never be through.
 _START: Final = (
-    "import json, os, sys; "
-    "is_linux = hasattr(os, 'SCHED_IDLE'); "
-    "is_linux and os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); "
-    "is_linux or os.nice(19); "
-    "sys.path[:] = json.loads(sys.argv[1]); "
+    "import json, os, sys; os.nice(19); sys.path[:] = json.loads(sys.argv[1]); "
     "from samestep.checkpoint.writer import serve; serve(int(sys.argv[2]))"
 )
 
