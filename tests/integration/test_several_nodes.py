@@ -109,7 +109,7 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
 def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
     nodes: LocalNodes, write_job: Callable[..., Path], tmp_path: Path
 ) -> None:
-    job = write_job(workers={"min": 1, "max": 2}, args={"pause_s": 0.1}, epochs=12)
+    job = write_job(workers={"min": 1, "max": 2}, args={"pause_s": 0.1}, epochs=36)
     faults = tmp_path / "faults.yaml"
     faults.write_text("- {fault: kill_recorder, step: 3}\n- {fault: kill_worker, step: 5}\n")
     done = subprocess.run(
