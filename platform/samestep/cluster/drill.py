@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from samestep.checkpoint.storage import Storage
-from samestep.cluster.drilled import Blow, RoundResult, Watched, told
+from samestep.cluster.drilled import Blow, RoundResult, Watched, missed, told
 from samestep.cluster.environment import prepare_ray
 from samestep.cluster.ground import Ground, Member, own_nodes
 from samestep.cluster.strikes import Fault, Strike, random_strikes, refuse_of_nodes
@@ -198,6 +198,9 @@ class _Round:
             # Whoever was stopped for good could not be ended otherwise.
             self._ground.signal(self._ground.living(self._frozen), signal.SIGKILL)
         self._watch()
+        for blow in missed(self._due, at_step=self._watched.num_steps, at_s=time.time()):
+            self._drill.say(f"{self._name}: {blow.strike.fault} {blow.note}")
+            self._struck.append(blow)
         result = read_result(self._run) or {}
         digest = str(result.get("digest", ""))
         return RoundResult(

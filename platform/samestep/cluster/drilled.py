@@ -78,6 +78,12 @@ class Blow:
     note: str
 
 
+def missed(strikes: Sequence[Strike], *, at_step: int, at_s: float) -> list[Blow]:
+    """Faults that were due only after the run had ended: told, not passed over."""
+    note = f"did not strike: the run ended after {at_step} steps"
+    return [Blow(strike=strike, at_step=at_step, at_s=at_s, note=note) for strike in strikes]
+
+
 @dataclass(kw_only=True)
 class Watched:
     """What the ledger of a run has said so far."""

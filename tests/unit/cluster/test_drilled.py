@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from samestep.cluster.drilled import Blow, Watched
+from samestep.cluster.drilled import Blow, Watched, missed
 from samestep.cluster.strikes import Fault, Strike
 from samestep.names import Event
 from samestep.telemetry.records import EventRecord, StepRecord
@@ -69,3 +69,12 @@ def test_steps_taken_again_belong_to_the_fault_that_their_attempt_began_after() 
     )
     first, second = found.costs([blow(4.5), blow(8.5)])
     assert (first.redone, second.redone, found.redone) == (3, 1, 4)
+
+
+def test_a_fault_that_never_struck_is_told_and_costs_nothing() -> None:
+    late = Strike(fault=Fault.KILL_WORKER, step=50)
+    blows = [blow(10.5), *missed([late], at_step=36, at_s=20.0)]
+    struck, never = watched(step(0, 10.0), step(1, 11.0)).costs(blows)
+    assert struck.held_up_s == 0.5
+    assert (never.strike, never.held_up_s, never.redone) == (late, None, 0)
+    assert never.note == "did not strike: the run ended after 36 steps"
