@@ -114,12 +114,13 @@ class Samestep:
                 group=group,
             )
 
-    def step(self, number: int) -> Reduced:
-        """Takes a step."""
+    def step(self, number: int, before_update: Callable[[], None] = lambda: None) -> Reduced:
+        """Takes a step; calls `before_update` where the training loop waits for a copy."""
         spec, built, engine = self.spec, self.built, self.engine
         before_step(spec, built.workload, engine.replicas, number)
         plans = built.order.shards_of(number % NUM_BATCHES)
         reduced = engine.compute(number, plans, self.batches.take, 0)
+        before_update()
         apply_update(spec, built.parts, reduced.parameters, step=number, device=engine.main.device)
         engine.sync_replicas()
         return reduced

@@ -37,7 +37,7 @@ from relay import target_of
 
 META = CheckpointMeta(numerics={}, spec={}, created_s=0.0)
 WARM_UP_STEPS = 5
-STEPS_BETWEEN = 12
+STEPS_BETWEEN = 50
 
 Task = dict[str, Any]
 
@@ -71,6 +71,7 @@ def _samestep(
 ) -> dict[str, Any]:
     run, is_first = Storage.at(str(folder / "run")), peers.world_rank == 0
     held_s, quiet_s, busy_s, whole_s = [], [], [], []
+    saved_s, has_saved = 0.0, False
     address = str(folder / "recorder")
     yaml = dump_spec(spec)
     with target_of(run.uri, yaml, address, peers.world_rank, peers.world_size) as target:
@@ -80,9 +81,18 @@ def _samestep(
         try:
             for number in range(WARM_UP_STEPS + rounds * STEPS_BETWEEN):
                 was_writing = saving.is_under_way
-                started = time.perf_counter()
-                exact.step(number)
+                started, waited_s = time.perf_counter(), [0.0]
+
+                def wait(waited_s: list[float] = waited_s) -> None:
+                    began = time.perf_counter()
+                    saving.wait_until_copied()
+                    waited_s[0] = time.perf_counter() - began
+
+                exact.step(number, wait)
                 step_s = time.perf_counter() - started
+                if has_saved:
+                    held_s.append(max(peers.gather(saved_s + waited_s[0])()))
+                    has_saved = False
                 if link is not None:
                     link.record(_record(number))
                 if number == 0:
@@ -99,7 +109,7 @@ def _samestep(
                     peers.gather("together")()
                     started = time.perf_counter()
                     saving.save(number + 1, extras={}, meta=META)
-                    held_s.append(max(peers.gather(time.perf_counter() - started)()))
+                    saved_s, has_saved = time.perf_counter() - started, True
             saving.settle()
         finally:
             saving.close(wait_s=10, keep_images=False)

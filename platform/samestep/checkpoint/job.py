@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from samestep.checkpoint.storage import Storage
 
-CHUNK_BYTES: Final = 8 << 20
+CHUNK_BYTES: Final = 1 << 20
+SHARE: Final = 0.03
+"""Of its time that a thread of a writer computes while it rests: the training beside it needs the
+processors' caches and memory, whatever the priorities."""
+LEAST_S: Final = 0.0005
+"""Shorter work is not rested after."""
 THREAD_DIGEST: Final = "samestep-digest"
 
 Segment = tuple[int, int]
@@ -47,12 +53,14 @@ class WriteJob:
         image: path of the image; None where the writer is given the bytes.
         files: what to write.
         digest: what to hash beside; None: nothing.
+        patience_s: for so long it may rest, to leave the machine to the training.
     """
 
     folder_uri: str
     image: str | None
     files: list[FileJob]
     digest: DigestJob | None = None
+    patience_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -67,6 +75,7 @@ class WriteJob:
             image=data["image"],
             files=[FileJob(**file) for file in data["files"]],
             digest=DigestJob(**digest) if digest is not None else None,
+            patience_s=data["patience_s"],
         )
 
 
@@ -83,13 +92,44 @@ class Written:
     digest: str | None = None
 
 
-def perform(job: WriteJob, data: memoryview, folder: Storage | None = None) -> Written:
+class _Pace:
+    """Rests for one thread, between pieces of its work.
+
+    Args:
+        hurried: when set, no rests any more; None: none at all.
+        patience_s: nor any after so many seconds.
+    """
+
+    def __init__(self, hurried: threading.Event | None, patience_s: float) -> None:
+        self._hurried = hurried
+        self._until_s = time.monotonic() + patience_s
+        self._computed_s = time.thread_time()  # waiting for storage is rest as well
+
+    def rest(self) -> None:
+        """To be called after each piece."""
+        left_s = self._until_s - time.monotonic()
+        if self._hurried is None or left_s <= 0:
+            return
+        spent_s = time.thread_time() - self._computed_s
+        if spent_s > LEAST_S:
+            self._hurried.wait(min(spent_s * (1 / SHARE - 1), left_s))
+            self._computed_s = time.thread_time()
+
+
+def perform(
+    job: WriteJob,
+    data: memoryview,
+    folder: Storage | None = None,
+    *,
+    hurried: threading.Event | None = None,
+) -> Written:
     """Writes the files and hashes.
 
     Args:
         job: what to do.
         data: the image's bytes; they must not change meanwhile.
         folder: where the files go, if not to the job's URI.
+        hurried: when set, the job's patience is over; None: it has none.
 
     Raises:
         StorageError: a file can't be written; those before it may be there.
@@ -100,18 +140,21 @@ def perform(job: WriteJob, data: memoryview, folder: Storage | None = None) -> W
     if job.digest is not None:
         wanted = job.digest
         beside = threading.Thread(
-            target=lambda: found.append(_digest(wanted, data)), name=THREAD_DIGEST, daemon=True
+            target=lambda: found.append(_digest(wanted, data, _Pace(hurried, job.patience_s))),
+            name=THREAD_DIGEST,
+            daemon=True,
         )
         beside.start()
     try:
-        files = {file.name: _write(folder, file, data) for file in job.files}
+        pace = _Pace(hurried, job.patience_s)
+        files = {file.name: _write(folder, file, data, pace) for file in job.files}
     finally:
         if beside is not None:
-            beside.join()  # it computes, and waits for nothing
+            beside.join()  # it computes, and waits for nothing but its rests
     return Written(files=files, digest=found[0] if found else None)
 
 
-def _write(folder: Storage, file: FileJob, data: memoryview) -> dict[str, Any]:
+def _write(folder: Storage, file: FileJob, data: memoryview, pace: _Pace) -> dict[str, Any]:
     digest, num_bytes = hashlib.sha256(), 0
 
     def chunks() -> Iterator[bytes | memoryview]:
@@ -120,22 +163,26 @@ def _write(folder: Storage, file: FileJob, data: memoryview) -> dict[str, Any]:
             digest.update(chunk)
             num_bytes += len(chunk)
             yield chunk
+            pace.rest()
 
     folder.write_chunks(file.name, chunks())
     return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
-def _chunks(head: bytes, segments: list[Segment], data: memoryview) -> Iterator[bytes | memoryview]:
+def _chunks(
+    head: bytes, segments: Sequence[Segment], data: memoryview
+) -> Iterator[bytes | memoryview]:
     yield head
     for start, size in segments:
         for at in range(start, start + size, CHUNK_BYTES):
             yield data[at : min(at + CHUNK_BYTES, start + size)]
 
 
-def _digest(job: DigestJob, data: memoryview) -> str:
+def _digest(job: DigestJob, data: memoryview, pace: _Pace) -> str:
     digest = hashlib.sha256()
     for header, start, size in job.items:
-        digest.update(header.encode("ascii"))
-        digest.update(data[start : start + size])
+        for chunk in _chunks(header.encode("ascii"), [(start, size)], data):
+            digest.update(chunk)
+            pace.rest()
     digest.update(job.tail.encode("utf-8"))
     return digest.hexdigest()

@@ -1,8 +1,8 @@
 """Who writes a checkpoint behind the training: a process of its own, or this one where it is small.
 
 The process shares nothing with the trainer but the image: not its interpreter lock, and not its
-priority. It takes one job a line on its standard input, answers one line each, and ends when the
-trainer closes that input or dies.
+priority; and it takes its time, until the trainer waits for it. It takes one job a line on its
+standard input, answers one line each, and ends when the trainer closes that input or dies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ END_S: Final = 5.0
 # lowest priority. Not idle (SCHED_IDLE): beside busy loader processes it would never be through.
 _START: Final = (
     "import json, os, sys; os.nice(19); sys.path[:] = json.loads(sys.argv[1]); "
-    "from samestep.checkpoint.writer import serve; serve(int(sys.argv[2]))"
+    "from samestep.checkpoint.writer import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -42,6 +42,9 @@ class Writer(Protocol):
         Raises:
             StorageError: they can't be, or not in time.
         """
+
+    def hurry(self) -> None:
+        """Training waits for the job that is under way, or about to be; never raises."""
 
     def abort(self) -> None:
         """Makes the job under way fail, as far as that can be done; never raises."""
@@ -56,6 +59,9 @@ class InlineWriter:
     def write(self, job: WriteJob, data: memoryview, timeout_s: float) -> Written:
         """As `Writer.write`; storage's own timeouts are the only ones."""
         return perform(job, data)
+
+    def hurry(self) -> None:
+        """It does already."""
 
     def abort(self) -> None:
         """A thread can't be made to stop."""
@@ -74,6 +80,9 @@ class ProcessWriter:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._urgent = threading.Event()
+        # A pipe of its own: that of the jobs blocks while the process does not read.
+        self._urge: int | None = None
 
     def start(self) -> None:
         """Starts the process, and does not wait for it."""
@@ -82,16 +91,11 @@ class ProcessWriter:
                 raise StorageError("the writer is closed: the worker is ending")
             if self._process is None or self._process.poll() is not None:
                 self._reap()
-                # The trainer's search path as it is now: what Ray or a notebook added is in it.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _START, json.dumps(sys.path), str(os.getpid())],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    # Signals meant for the trainer (Ctrl-C) must not end a save of its last state.
-                    # A session of its own would do as well, but where the kernel shares time
-                    # among sessions (autogroup) its priority would count among its own alone.
-                    process_group=0,
-                )
+                heard, self._urge = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    self._process = _spawn(heard)
+                finally:
+                    os.close(heard)
 
     def write(self, job: WriteJob, data: memoryview, timeout_s: float) -> Written:
         """As `Writer.write`; the job must name its image."""
@@ -103,6 +107,8 @@ class ProcessWriter:
             raise StorageError("the writer is closed: the worker is ending")
         assert process.stdin is not None
         assert process.stdout is not None
+        if self._urgent.is_set():
+            self.hurry()
         try:
             process.stdin.write(json.dumps(job.to_json()).encode() + b"\n")
             process.stdin.flush()
@@ -118,9 +124,18 @@ class ProcessWriter:
             raise StorageError(
                 f"{job.folder_uri}: the writer process ended in the middle of it (status {status})"
             ) from error
+        finally:
+            self._urgent.clear()
         if "error" in answer:
             raise StorageError(answer["error"])
         return Written(**answer)
+
+    def hurry(self) -> None:
+        """As `Writer.hurry`."""
+        self._urgent.set()
+        with self._lock, suppress(OSError):  # of a full pipe, too: it is hurried then
+            if self._urge is not None:
+                os.write(self._urge, b"!")
 
     def abort(self) -> None:
         """Kills the process; the next job gets a new one."""
@@ -141,6 +156,9 @@ class ProcessWriter:
 
     def _reap(self) -> int | None:
         process, self._process = self._process, None
+        urge, self._urge = self._urge, None
+        if urge is not None:
+            os.close(urge)
         if process is None:
             return None
         with suppress(subprocess.TimeoutExpired):
@@ -150,6 +168,21 @@ class ProcessWriter:
                 with suppress(OSError):
                     stream.close()
         return process.returncode
+
+
+def _spawn(urge: int) -> subprocess.Popen[bytes]:
+    # The trainer's search path as it is now: what Ray or a notebook added is in it.
+    arguments = [json.dumps(sys.path), str(os.getpid()), str(urge)]
+    return subprocess.Popen(
+        [sys.executable, "-c", _START, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[urge],
+        # Signals meant for the trainer (Ctrl-C) must not end a save of its last state. A session of
+        # its own would do as well, but where the kernel shares time among sessions (autogroup) its
+        # priority would count among its own alone.
+        process_group=0,
+    )
 
 
 def _line(handle: int, deadline: float) -> bytes:
@@ -174,21 +207,34 @@ def _line(handle: int, deadline: float) -> bytes:
     return bytes(found)
 
 
-def serve(parent_pid: int) -> None:
-    """What the process does: jobs from standard input, until the trainer is gone."""
+def serve(parent_pid: int, urge: int) -> None:
+    """What the process does: jobs from standard input, until the trainer is gone.
+
+    Args:
+        parent_pid: the trainer.
+        urge: descriptor of a pipe; what arrives there hurries the job under way.
+    """
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    hurried = threading.Event()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
 
     def listen() -> None:
         # Ends the process even in the middle of a write: nobody would commit it. The parent is
         # looked for as well, because its other children may hold the pipe open.
-        poller, rest = select.poll(), b""
-        poller.register(sys.stdin.fileno(), select.POLLIN)
+        given, rest = sys.stdin.fileno(), b""
+        poller = select.poll()
+        poller.register(given, select.POLLIN)
+        poller.register(urge, select.POLLIN)
         while os.getppid() == parent_pid:
-            if not poller.poll(PARENT_POLL_S * 1000):
+            ready = {handle for handle, _ in poller.poll(PARENT_POLL_S * 1000)}
+            if urge in ready:
+                hurried.set()
+                if not os.read(urge, 1 << 10):
+                    break
+            if given not in ready:
                 continue
-            data = os.read(sys.stdin.fileno(), 1 << 20)
+            data = os.read(given, 1 << 20)
             if not data:
                 break
             *lines, rest = (rest + data).split(b"\n")
@@ -198,17 +244,18 @@ def serve(parent_pid: int) -> None:
 
     threading.Thread(target=listen, name="samestep-listen", daemon=True).start()
     while True:
-        answers.write(json.dumps(_answer(jobs.get())).encode() + b"\n")
+        answers.write(json.dumps(_answer(jobs.get(), hurried)).encode() + b"\n")
         answers.flush()
+        hurried.clear()
 
 
-def _answer(line: bytes) -> dict[str, Any]:
+def _answer(line: bytes, hurried: threading.Event) -> dict[str, Any]:
     try:
         job = WriteJob.from_json(json.loads(line))
         assert job.image is not None
         with open(job.image, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return asdict(perform(job, memoryview(mapped)))
+        return asdict(perform(job, memoryview(mapped), hurried=hurried))
     except SamestepError as error:
         return {"error": str(error)}
     except Exception as error:  # told to the trainer, which goes on without this checkpoint

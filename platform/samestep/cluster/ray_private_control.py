@@ -304,7 +304,7 @@ class ElasticController(TrainController):
             status = self._worker_group.poll_status(timeout=self._health_check_interval_s)
         if not status.errors:
             self._judge.saw(whereabouts(status))
-            again = self._stopwatch.look(whereabouts(status))
+            again = self._stopwatch.look(whereabouts(status), len(status.worker_statuses))
             if again is not None:
                 self._running_since = time.monotonic()
                 self._notes.put("recovered", *again)

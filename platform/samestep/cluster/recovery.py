@@ -65,8 +65,15 @@ class Stopwatch:
                 planned=planned,
             )
 
-    def look(self, everyone: Sequence[Whereabouts]) -> tuple[int, dict[str, Any]] | None:
-        """Once a step is through everywhere: (attempt, fields of the event); else None."""
+    def look(
+        self, everyone: Sequence[Whereabouts], num_workers: int
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Once a step is through everywhere: (attempt, fields of the event); else None.
+
+        Args:
+            everyone: what the workers told that were reached: a step through with them is through.
+            num_workers: in the group now.
+        """
         if self._standstill is None or not everyone:
             return None
         attempts = {there.attempt for there in everyone}
@@ -80,6 +87,6 @@ class Stopwatch:
             "planned": was.planned,
             "detected_s": was.detected_s,
             "again_s": self._clock() - min(ages) - was.since,
-            "workers": [was.workers, len(everyone)],
+            "workers": [was.workers, num_workers],
         }
         return attempts.pop(), fields

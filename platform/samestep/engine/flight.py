@@ -1,4 +1,4 @@
-"""One save behind the training: this worker's part written, then followed to its end."""
+"""One save behind the training: the state copied, this worker's part written and followed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import Final
 
-from samestep.checkpoint.image import Image
 from samestep.checkpoint.job import Written
 from samestep.checkpoint.manifest import CheckpointMeta
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import Writer
-from samestep.checkpoint.writing import Outline
+from samestep.engine.copying import GIVEN_UP, Copying
 from samestep.errors import DivergenceError, RecorderError, SamestepError
 from samestep.names import THREAD_SAVE
 from samestep.telemetry.link import Link, Target
@@ -33,17 +32,18 @@ class Cargo:
     """What is saved.
 
     Attributes:
-        outline: of the state; the live tensors that it refers to are not looked at.
-        image: holds the tensors, unchanged until the flight has ended.
+        copying: of the state into an image, which nobody else changes until the flight has ended.
         meta: goes into the manifest.
-        part: what is told to the recorder, as far as it is known before; of digests that are
-            empty those of the image are taken.
+        part: what is told to the recorder, as far as it is known before.
+        compares: whether this worker digests every part, for the recorder to compare.
+        patience_s: for so long the writer may rest.
     """
 
-    outline: Outline
-    image: Image
+    copying: Copying
     meta: CheckpointMeta
     part: Part
+    compares: bool
+    patience_s: float
 
 
 class Flight:
@@ -59,6 +59,7 @@ class Flight:
 
     Attributes:
         step: of the state.
+        copied: set when the live state may change again.
         answer: how the save ended; None until it has, or where nobody knows.
         problem: what must end the training; None while nothing must.
     """
@@ -76,7 +77,8 @@ class Flight:
         link: Link | None,
         attempt: int,
     ) -> None:
-        self.step = cargo.outline.step
+        self.step = cargo.copying.outline.step
+        self.copied = threading.Event()
         self._cargo = cargo
         self._run = run
         self._writer = writer
@@ -88,7 +90,9 @@ class Flight:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for the end; False when it has not come in time."""
+        """Waits for the end, and has it hurried; False when it has not come in time."""
+        if timeout_s > 0 and self._thread.is_alive():
+            self._writer.hurry()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -127,23 +131,33 @@ class Flight:
 
     def _written(self) -> Part:
         cargo, part = self._cargo, self._cargo.part
-        job = cargo.outline.job(self._run, part.world_rank, cargo.image)
-        written = Written(files={})
         try:
-            if job.files:
-                written = self._writer.write(job, cargo.image.memory, MAX_WRITE_S)
-            manifest = None
-            if part.world_rank == 0:
-                manifest = cargo.outline.manifest(written, cargo.meta).to_json()
+            try:
+                live = cargo.copying.run(self._abandoned)
+            finally:
+                self.copied.set()
+            cargo.copying.wait_for_others(self._abandoned)
+            written, manifest = self._write()
         except SamestepError as error:
             return replace(part, error=str(error))
-        digests = [
-            digest or cargo.outline.digest_of(number, cargo.image)
-            for number, digest in enumerate(part.digests)
-        ]
+        outline, image = cargo.copying.outline, cargo.copying.image
+        numbers = range(part.num_parts if cargo.compares else 0)
+        digests = [live.get(n) or outline.digest_of(n, image) for n in numbers]
         if self._abandoned.is_set():  # another save may have overwritten the image by now
-            return replace(part, error="it took too long and was given up")
+            return replace(part, error=GIVEN_UP)
         return replace(part, files=written.files, manifest=manifest, digests=digests)
+
+    def _write(self) -> tuple[Written, str | None]:
+        """This worker's files, and the manifest if it is worker 0."""
+        outline, image = self._cargo.copying.outline, self._cargo.copying.image
+        world_rank = self._cargo.part.world_rank
+        job = outline.job(self._run, world_rank, image)
+        job = replace(job, patience_s=self._cargo.patience_s)
+        written = Written(files={})
+        if job.files:
+            written = self._writer.write(job, image.memory, MAX_WRITE_S)
+        manifest = outline.manifest(written, self._cargo.meta) if world_rank == 0 else None
+        return written, manifest.to_json() if manifest is not None else None
 
     def _follow(self, part: Part) -> None:
         """Tells the recorder until it says how the save ended."""

@@ -136,12 +136,22 @@ class Keeping:
 
     def after_exchange(self) -> None:
         """All workers are at the same step; to be called once in each, before the update."""
+        self.wait_until_copied()
         self._snapshots.after_exchange()
+
+    def wait_until_copied(self) -> None:
+        """As `Saving.wait_until_copied`; counted as what the save costs."""
+        began_s = time.perf_counter()
+        self._saving.wait_until_copied()
+        if SAVE in self._news:
+            self._news[SAVE] += time.perf_counter() - began_s
 
     def after_step(
         self, step: int, *, flag: int, is_best: bool, evaluation: Mapping[str, float] | None
     ) -> None:
-        """Starts what is due after `step` steps; returns when the state may change again.
+        """Starts what is due after `step` steps.
+
+        Until `wait_until_copied` has returned, only a forward and backward may be computed.
 
         Args:
             step: steps taken so far, fewer than the run's.

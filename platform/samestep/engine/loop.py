@@ -175,11 +175,6 @@ class Loop:
                 ended = self._train()
         except RolledBack as found:
             back = found.rollback
-        except PeerLostError:
-            # Its part will not come. What lies in shared memory is for the next attempt.
-            self._evidence.go_on()
-            self._keeping.close(wait_s=0, keep_images=True)
-            raise
         except IncidentError:
             # All have decided alike. Who ends first would end the others: worker 0 may write.
             self._evidence.finish()
@@ -187,9 +182,11 @@ class Loop:
                 self._peers.gather("stopped")()
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
             raise
-        except BaseException:
+        except BaseException as error:
+            # A lost peer's part will not come; what lies in shared memory is for the next attempt.
+            is_lost = isinstance(error, PeerLostError)
             self._evidence.go_on()
-            self._keeping.close(wait_s=LAST_SAVE_S, keep_images=False)
+            self._keeping.close(wait_s=0 if is_lost else LAST_SAVE_S, keep_images=is_lost)
             raise
         if back is not None:
             self._keeping.close(wait_s=LAST_SAVE_S, keep_images=True)
@@ -352,7 +349,8 @@ class Loop:
         passes_over = self._detection.passes_over(step)
         reduced = self._pass_over() if passes_over else self._compute(step, plans)
         self._progress.at(Phase.UPDATE, step=step)
-        self._keeping.after_exchange()
+        with self._timesheet.on(Activity.CHECKPOINT):
+            self._keeping.after_exchange()
         self._computing = self._whole = False  # only an update that is through gives a whole state
         updated = apply_update(
             spec,
@@ -433,6 +431,8 @@ class Loop:
 
     def _before_step(self) -> None:
         self._progress.at(Phase.BEFORE_STEP, step=self._step)
+        if self._touched:
+            self._keeping.wait_until_copied()
         versions = [tensor._version for tensor in self._touched]
         self._whole = False
         try:

@@ -1,12 +1,13 @@
-"""Saving the state while training goes on: all that it waits for is a copy in shared memory.
+"""Saving the state while training goes on: only the next update waits for a copy in shared memory.
 
 The workers of a node copy the state together, each a part, into one image in the node's shared
-memory. Behind the training each worker's writer then makes its part of the files out of the
-image, and the recorder commits the manifest once it has heard of every part.
+memory, while the forward and backward of the next step run. Each worker's writer then makes its
+part of the files out of the image, and the recorder commits the manifest once it has heard of
+every part.
 
 All workers must hold the same state, all of it, or nothing is committed. So each digests every
-part: those that another copied out of its own live tensors, at once; what it copied itself, out
-of the image, when training goes on. The recorder compares.
+part: those that another copied out of its own live tensors, before the update; what it copied
+itself, out of the image, afterwards. The recorder compares.
 
 The writer of worker 0 hashes the whole state besides, in its canonical
 order: its node's image has all of it, wherever the other workers are.
@@ -24,11 +25,14 @@ from typing import Any, Final
 from samestep.checkpoint import shared_memory, snapshot
 from samestep.checkpoint.image import Image, Plan
 from samestep.checkpoint.manifest import CheckpointMeta
+from samestep.checkpoint.marks import Marks
+from samestep.checkpoint.model_state import bare
 from samestep.checkpoint.split import Piece, split
 from samestep.checkpoint.state import Parts, collect, flatten
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import InlineWriter, ProcessWriter, Writer
 from samestep.checkpoint.writing import Outline
+from samestep.engine.copying import Copying
 from samestep.engine.flight import Cargo, Flight
 from samestep.engine.node import Node
 from samestep.engine.peers import Peers
@@ -46,6 +50,9 @@ LAST_TRIES: Final = 3
 RETRY_S: Final = 2.0
 CLOSE_S: Final = 10.0
 FLEETING_S: Final = 0.5
+PATIENCE_S: Final = 30.0
+"""A writer rests for half the time since the save before, so that it is through before the next
+one, and no longer than this."""
 
 
 class Saving:
@@ -96,6 +103,7 @@ class Saving:
         self._inline: Writer = InlineWriter()
         self._process = ProcessWriter()
         self._image: Image | None = None
+        self._marks: Marks | None = None
         self._warming: threading.Thread | None = None
         self._saved_at_s = monotonic()
 
@@ -153,7 +161,9 @@ class Saving:
         meta: CheckpointMeta,
         is_agreed: bool = False,
     ) -> None:
-        """Starts a save of the state after `step` steps; returns when the state may change again.
+        """Starts a save of the state after `step` steps, to be copied before the next update.
+
+        Until `wait_until_copied` has returned, only a forward and backward may be computed.
 
         Waits for the save before, if that is still under way. Where a checkpoint of this step is
         under way or exists, nothing happens.
@@ -171,7 +181,9 @@ class Saving:
         # Not by what was committed meanwhile: that another worker may not know yet.
         if step == self._restored_step or (self._flight and self._flight.step == step):
             return
-        self._saved_at_s = self._monotonic()
+        now_s = self._monotonic()
+        patience_s = min((now_s - self._saved_at_s) / 2, PATIENCE_S)
+        self._saved_at_s = now_s
         self.settle()
         # The image is free when nobody on the node reads it any more.
         everyone_is_ready = self._peers.gather(step)
@@ -181,19 +193,34 @@ class Saving:
         everyone_is_ready()
         self.wait_until_prepared()
         image, pieces = self._image_for(outline.plan), self._pieces(outline.plan)
-        image.fill(outline.plan, outline.tensors, pieces)
-        compared = self._peers.world_size > 1 and self._spec.reduction == "exact"
-        digests = None
-        if compared and not is_agreed:
-            # Those of what this worker copied itself wait until training goes on.
-            later = outline.parts_within(pieces)
-            digests = [
-                "" if part in later else outline.digest_of(part)
-                for part in range(self._peers.world_size)
-            ]
-        if self._peers.world_size > 1:
-            self._peers.gather(step)()  # the others' parts of the image are there
-        self._launch(outline, image, meta, digests)
+        compares = self._peers.world_size > 1 and self._spec.reduction == "exact" and not is_agreed
+        # Those of what this worker copies itself wait until that is done.
+        later = outline.parts_within(pieces)
+        self._num_tries += 1
+        copying = Copying(
+            outline=outline,
+            image=image,
+            pieces=pieces,
+            compared=[n for n in range(self._peers.world_size) if compares and n not in later],
+            number=self._num_tries,
+            local_rank=self._node.local_rank,
+            marks=self._marks,
+        )
+        copying = copying.begin(bare(self._parts.model))
+        self._launch(copying, meta, compares=compares, patience_s=patience_s)
+        if not copying.is_behind:
+            self.wait_until_copied()
+
+    def wait_until_copied(self) -> None:
+        """Returns when the live state may change again, if a save under way still copies it.
+
+        To be called before anything changes that a forward does not. Bounded: a copy that does
+        not end is given up.
+        """
+        if self._flight is None or self._flight.copied.wait(self._spec.faults.hang_timeout_s / 2):
+            return
+        self._flight.abandon()
+        self._flight.copied.wait(CLOSE_S)
 
     def save_now(
         self,
@@ -273,8 +300,9 @@ class Saving:
         if self._warming is not None:
             self._warming.join(CLOSE_S)
         image, self._image = self._image, None
-        if image is not None and image.path is not None:
-            image.path.unlink(missing_ok=True)
+        for shared in (image, self._marks):
+            if shared is not None and shared.path is not None:
+                shared.path.unlink(missing_ok=True)
         if not keep_images:
             shared_memory.remove(self._run.uri)
 
@@ -290,23 +318,25 @@ class Saving:
                 folder = shared_memory.make_folder(self._run.uri)
                 path = snapshot.image_path(folder, self._attempt, "checkpoint")
                 self._image = Image.shared(path, plan.num_bytes)
+                if self._node.local_size > 1 and self._marks is None:
+                    path = snapshot.image_path(folder, self._attempt, "marks")
+                    self._marks = Marks(path, self._node.local_size)
         return self._image
 
     def _launch(
-        self, outline: Outline, image: Image, meta: CheckpointMeta, digests: list[str] | None
+        self, copying: Copying, meta: CheckpointMeta, *, compares: bool, patience_s: float
     ) -> None:
-        self._num_tries += 1
+        outline = copying.outline
         part = Part(
             step=outline.step,
             try_number=self._num_tries,
             world_rank=self._peers.world_rank,
             num_parts=self._peers.world_size,
             keep=self._spec.checkpoint.keep,
-            digests=digests or (),
         )
         is_small = outline.plan.num_bytes < PROCESS_BYTES
         self._flight = Flight(
-            Cargo(outline=outline, image=image, meta=meta, part=part),
+            Cargo(copying=copying, meta=meta, part=part, compares=compares, patience_s=patience_s),
             run=self._run,
             writer=self._inline if is_small else self._process,
             target=self._target,

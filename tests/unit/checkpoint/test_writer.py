@@ -199,3 +199,26 @@ def test_the_process_gives_way_to_training(
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     # Among the trainer's session, where that priority counts, and out of reach of its Ctrl-C.
     assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
+
+
+def test_a_writer_rests_until_it_is_hurried(
+    run: Storage, tmp_path: Path, process_writer: ProcessWriter
+) -> None:
+    size = 64 << 20
+    with open(tmp_path / "image", "wb") as file:
+        file.truncate(size)
+    job = job_of(run, tmp_path / "image", size)
+
+    def num_rests(patience_s: float = 60.0) -> int:
+        (child,) = psutil.Process().children()
+        before = child.num_ctx_switches().voluntary
+        process_writer.write(replace(job, patience_s=patience_s), memoryview(b""), WAIT_S)
+        return int(child.num_ctx_switches().voluntary - before)
+
+    process_writer.write(job_of(run, tmp_path / "image"), memoryview(b""), WAIT_S)  # starts it
+    calm = num_rests()
+    assert calm >= 32  # of 64 pieces of a megabyte
+    process_writer.hurry()  # known before the job is
+    assert num_rests() < calm / 2
+    assert num_rests() >= 32  # it was that job alone
+    assert num_rests(0.0) < calm / 2

@@ -16,9 +16,9 @@ def test_the_time_runs_from_the_fault_to_the_first_step_of_all() -> None:
     watch.stop("crash", "lost\nmore", ago_s=0.1, workers=3, planned=False)
     watch.stop("start", "an echo of it", ago_s=None, workers=0, planned=False)
     now[0] = 101.0
-    assert watch.look([at(2, 0.2), at(2, None)]) is None
-    assert watch.look([at(2, 0.2), at(1, 0.2)]) is None
-    found = watch.look([at(2, 0.5), at(2, 0.3)])
+    assert watch.look([at(2, 0.2), at(2, None)], 2) is None
+    assert watch.look([at(2, 0.2), at(1, 0.2)], 2) is None
+    found = watch.look([at(2, 0.5), at(2, 0.3)], 2)
     assert found is not None
     attempt, fields = found
     assert attempt == 2
@@ -30,4 +30,12 @@ def test_the_time_runs_from_the_fault_to_the_first_step_of_all() -> None:
         "detected_s": 0.1,
         "workers": [3, 2],
     }
-    assert watch.look([at(2, 9.0)]) is None
+    assert watch.look([at(2, 9.0)], 2) is None
+
+
+def test_workers_that_are_not_reached_count_all_the_same() -> None:
+    watch = Stopwatch(lambda: 0.0)
+    watch.stop("crash", "lost", ago_s=None, workers=2, planned=False)
+    found = watch.look([at(2, 0.5)], 2)
+    assert found is not None
+    assert found[1]["workers"] == [2, 2]
