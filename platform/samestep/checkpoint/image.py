@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -106,11 +107,13 @@ class Image:
     def shared(cls, path: Path, num_bytes: int) -> Image:
         """An image in a file, made or enlarged if need be; several processes may do so at once.
 
+        So is its folder: another worker that fails takes that away meanwhile.
+
         Raises:
             StorageError: there is no room for it.
         """
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = _opened(path)
             try:
                 # Reserved now: else a full file system shows as SIGBUS in the middle of a copy.
                 os.posix_fallocate(handle, 0, num_bytes)
@@ -190,3 +193,10 @@ class Image:
             dtype = storable_dtype(slot.layout.dtype)
             self._views[key] = torch.from_numpy(raw).view(dtype).view(slot.layout.shape)
         return self._views[key]
+
+
+def _opened(path: Path) -> int:
+    while True:
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path.parent.mkdir(mode=0o700, exist_ok=True)

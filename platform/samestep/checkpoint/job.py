@@ -148,6 +148,10 @@ def perform(
     try:
         pace = _Pace(hurried, job.patience_s)
         files = {file.name: _write(folder, file, data, pace) for file in job.files}
+    except BaseException:
+        if hurried is not None:
+            hurried.set()  # what is hashed beside is of no use any more
+        raise
     finally:
         if beside is not None:
             beside.join()  # it computes, and waits for nothing but its rests

@@ -1,4 +1,4 @@
-"""Which copies into a node's image are through: a number for each of its workers, in shared memory.
+"""What became of the copies into a node's image: a number of each worker, in shared memory.
 
 Read and written by threads that wait for nobody's step, so that no worker needs to talk about it.
 """
@@ -12,13 +12,15 @@ from typing import Any, Final
 import numpy as np
 
 from samestep.checkpoint.image import Image
+from samestep.errors import CheckpointError
 
+GIVEN_UP: Final = "it took too long and was given up"
 POLL_S: Final = 0.002
 _ITEM_BYTES: Final = 8
 
 
 class Marks:
-    """The last copy that each worker of a node has finished; 0: none.
+    """The last copy that each worker of a node is through with; 0: none; negative: it failed.
 
     Args:
         path: of the file, the same for all of them and for nobody else.
@@ -33,13 +35,19 @@ class Marks:
         memory = Image.shared(path, local_size * _ITEM_BYTES).data
         self._numbers: Any = memory.view(np.int64)
 
-    def set(self, local_rank: int, number: int) -> None:
-        """The worker has finished the copy of that number, and all before it."""
-        self._numbers[local_rank] = number
+    def set(self, local_rank: int, number: int, *, failed: bool = False) -> None:
+        """The worker is through with the copy of that number, and all before it."""
+        self._numbers[local_rank] = -number if failed else number
 
-    def wait(self, number: int, given_up: threading.Event) -> bool:
-        """Waits until every worker has finished that copy; False when it was given up before."""
-        while int(self._numbers.min()) < number:
+    def wait(self, number: int, given_up: threading.Event) -> None:
+        """Returns when every worker has copied.
+
+        Raises:
+            CheckpointError: one of them failed, or it was given up before.
+        """
+        while int(np.abs(self._numbers).min()) < number:
             if given_up.wait(POLL_S):
-                return False
-        return True
+                raise CheckpointError(GIVEN_UP)
+        failed = np.flatnonzero(self._numbers == -number).tolist()
+        if failed:
+            raise CheckpointError(f"the copy of worker {failed[0]} of this node failed")

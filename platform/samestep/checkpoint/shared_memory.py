@@ -57,7 +57,8 @@ def make_folder(run_uri: str) -> Path:
     folder = folder_of(run_uri)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        os.utime(folder)
+        with suppress(FileNotFoundError):  # taken away by a worker that failed just now
+            os.utime(folder)
     except OSError as error:
         raise StorageError(
             f"can't make {folder} in shared memory: {error.strerror}; give this user the right to "

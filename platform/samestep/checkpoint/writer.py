@@ -244,9 +244,10 @@ def serve(parent_pid: int, urge: int) -> None:
 
     threading.Thread(target=listen, name="samestep-listen", daemon=True).start()
     while True:
-        answers.write(json.dumps(_answer(jobs.get(), hurried)).encode() + b"\n")
+        answer = _answer(jobs.get(), hurried)
+        hurried.clear()  # before the answer: the next job may be hurried as soon as that is there
+        answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
-        hurried.clear()
 
 
 def _answer(line: bytes, hurried: threading.Event) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from samestep.cluster.notes import Notes
 from samestep.cluster.placement import actor_resources
 from samestep.cluster.ray_private_faults import fault_of_dead
 from samestep.spec import JobSpec, dump_spec, parse_spec
+from samestep.telemetry.link import Patient
 
 if TYPE_CHECKING:
     from samestep.cluster.actors import RayTarget
@@ -54,7 +55,7 @@ class Trainer:
             devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         devices = devices[: spec.shards]
         target = config["target"]
-        target.call(
+        Patient(target).call(
             "say",
             f"dataparallel on {', '.join(map(str, devices))}: {spec.shards} shards, "
             + ("one device after another" if len(devices) > 1 else "in turn"),
@@ -125,7 +126,7 @@ def run(
             except ray.exceptions.RayTaskError as error:
                 return str(error)
             except ray.exceptions.RayError as error:
-                status = target.call("status")
+                status = Patient(target).call("status")
                 fault = fault_of_dead(error, "the training process")
                 step, attempt = int(status["step"]), int(status["attempt"])
                 verdict = judge.decide([replace(fault, step=step, attempt=attempt)], [])

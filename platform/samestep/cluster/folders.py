@@ -16,6 +16,7 @@ from typing import Any
 
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.stray_writes import warn_of_stray_writes
+from samestep.telemetry.link import Patient
 from samestep.telemetry.logs import WorkerFiles, worker_files
 
 
@@ -90,7 +91,7 @@ def at_desk(config: Mapping[str, Any], *, world_rank: int, world_size: int) -> I
         world_rank=world_rank, world_size=world_size, is_copied=folders.working is None
     )
     # The present one is the attempt before: the next begins when all workers have met.
-    attempt = int(config["target"].call("status")["attempt"]) + 1
+    attempt = int(Patient(config["target"]).call("status")["attempt"]) + 1
     run = Storage.at(config["run_uri"])
     with worker_files(run, attempt=attempt, world_rank=world_rank) as files:
         yield Desk(search=search, files=files)

@@ -20,6 +20,7 @@ from samestep.cluster.session import Session, ray_session
 from samestep.errors import RecorderError
 from samestep.names import Tag
 from samestep.spec import Mode, dump_spec
+from samestep.telemetry.link import Patient
 
 if TYPE_CHECKING:
     from samestep.cluster.launch import Observer, Order
@@ -55,7 +56,7 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
                     with Terminal() as terminal:
                         failure = dataparallel.run(order, session, target, monitor, terminal)
             monitor.poll()
-            result = finish_if_open(target, failure)
+            result = finish_if_open(Patient(target), failure)
             with suppress(RecorderError, OSError):  # what is not delivered waits in the ledger
                 target.call("drain")
             monitor.poll()

@@ -6,6 +6,7 @@ copy. A forward changes buffers, and whatever else a state holds is small: these
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.checkpoint.image import Image
-from samestep.checkpoint.marks import Marks
+from samestep.checkpoint.marks import GIVEN_UP, Marks
 from samestep.checkpoint.split import Piece
 from samestep.checkpoint.writing import Outline
 from samestep.errors import CheckpointError
@@ -24,8 +25,7 @@ from samestep.errors import CheckpointError
 ASIDE_BYTES: Final = 8 << 20
 """As much is copied aside at once. A state with larger buffers is copied before training goes on:
 no second copy of them is made."""
-GIVEN_UP: Final = "it took too long and was given up"
-_STEADY: Final = ("model/", "optimizer/", "ema/")
+_STEADY: Final = ("optimizer/", "ema/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,27 @@ class Copying:
         Raises:
             CheckpointError: the state changed meanwhile, or it was given up.
         """
+        try:
+            digests = self._copied(given_up)
+        except BaseException:
+            if self.marks is not None:  # or the others would wait for it
+                self.marks.set(self.local_rank, self.number, failed=True)
+            raise
+        if self.marks is not None:
+            self.marks.set(self.local_rank, self.number)
+        return digests
+
+    def wait_for_others(self, given_up: threading.Event) -> None:
+        """Returns when all of the node's workers have copied.
+
+        Raises:
+            CheckpointError: one of them failed, or it was given up before.
+        """
+        if self.marks is not None:
+            self.marks.wait(self.number, given_up)
+        _require_wanted(given_up)
+
+    def _copied(self, given_up: threading.Event) -> dict[int, str]:
         with torch.no_grad(), self._beside():
             for piece in self.pieces:
                 _require_wanted(given_up)
@@ -92,18 +113,7 @@ class Copying:
         if now != self._versions:
             changed = [name for name, version in now.items() if version != self._versions[name]]
             raise CheckpointError(f"{', '.join(changed)} changed before the update, while copied")
-        if self.marks is not None:
-            self.marks.set(self.local_rank, self.number)
         return digests
-
-    def wait_for_others(self, given_up: threading.Event) -> None:
-        """Returns when all of the node's workers have copied.
-
-        Raises:
-            CheckpointError: it was given up before.
-        """
-        if self.marks is not None and not self.marks.wait(self.number, given_up):
-            _require_wanted(given_up)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -116,7 +126,7 @@ class Copying:
             yield
             return
         device = next(t.device for t in self.outline.tensors.values() if t.is_cuda)
-        stream = torch.cuda.Stream(device)
+        stream = _stream(device)
         stream.wait_event(self._begun)
         with torch.cuda.stream(stream):
             yield
@@ -125,12 +135,24 @@ class Copying:
 
 def _changing(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """What may change before the next update."""
-    buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    buffers = {_storage(buffer) for buffer in model.buffers()}
+    # Of what else a model keeps (extra state) nobody knows when it changes.
+    weights = {_storage(parameter) for parameter in model.parameters()} - buffers
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if not name.startswith(_STEADY) or tensor.untyped_storage().data_ptr() in buffers
+        if not (_storage(tensor) in weights or name.startswith(_STEADY))
+        or _storage(tensor) in buffers
     }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _event(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:

@@ -10,10 +10,11 @@ from typing import Final
 
 from samestep.checkpoint.job import Written
 from samestep.checkpoint.manifest import CheckpointMeta
+from samestep.checkpoint.marks import GIVEN_UP
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import Writer
-from samestep.engine.copying import GIVEN_UP, Copying
-from samestep.errors import DivergenceError, RecorderError, SamestepError
+from samestep.engine.copying import Copying
+from samestep.errors import CheckpointError, DivergenceError, RecorderError, SamestepError
 from samestep.names import THREAD_SAVE
 from samestep.telemetry.link import Link, Target
 from samestep.telemetry.saves import Answer, Part
@@ -86,12 +87,13 @@ class Flight:
         self._link = link
         self._attempt = attempt
         self._abandoned = threading.Event()
+        self._is_written = False
         self._thread = threading.Thread(target=self._fly, name=THREAD_SAVE, daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the end, and has it hurried; False when it has not come in time."""
-        if timeout_s > 0 and self._thread.is_alive():
+        if timeout_s > 0 and not self._is_written:
             self._writer.hurry()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -132,20 +134,31 @@ class Flight:
     def _written(self) -> Part:
         cargo, part = self._cargo, self._cargo.part
         try:
-            try:
-                live = cargo.copying.run(self._abandoned)
-            finally:
-                self.copied.set()
+            live = self._copy()
             cargo.copying.wait_for_others(self._abandoned)
             written, manifest = self._write()
         except SamestepError as error:
             return replace(part, error=str(error))
+        finally:
+            self._is_written = True
         outline, image = cargo.copying.outline, cargo.copying.image
         numbers = range(part.num_parts if cargo.compares else 0)
         digests = [live.get(n) or outline.digest_of(n, image) for n in numbers]
         if self._abandoned.is_set():  # another save may have overwritten the image by now
             return replace(part, error=GIVEN_UP)
         return replace(part, files=written.files, manifest=manifest, digests=digests)
+
+    def _copy(self) -> dict[int, str]:
+        """As `Copying.run`; raises no error but ours, which the recorder is told: others wait."""
+        try:
+            return self._cargo.copying.run(self._abandoned)
+        except SamestepError:
+            raise
+        except Exception as error:
+            logger.exception("attempt=%d step %d not copied", self._attempt, self.step)
+            raise CheckpointError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.copied.set()
 
     def _write(self) -> tuple[Written, str | None]:
         """This worker's files, and the manifest if it is worker 0."""

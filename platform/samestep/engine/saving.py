@@ -50,7 +50,7 @@ LAST_TRIES: Final = 3
 RETRY_S: Final = 2.0
 CLOSE_S: Final = 10.0
 FLEETING_S: Final = 0.5
-PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 10.0
 """A writer rests for half the time since the save before, so that it is through before the next
 one, and no longer than this."""
 
@@ -214,13 +214,13 @@ class Saving:
     def wait_until_copied(self) -> None:
         """Returns when the live state may change again, if a save under way still copies it.
 
-        To be called before anything changes that a forward does not. Bounded: a copy that does
-        not end is given up.
+        To be called before anything changes that a forward does not. A copy that takes too long
+        is given up; to one that hangs in the middle of a tensor the watchdog puts an end.
         """
         if self._flight is None or self._flight.copied.wait(self._spec.faults.hang_timeout_s / 2):
             return
         self._flight.abandon()
-        self._flight.copied.wait(CLOSE_S)
+        self._flight.copied.wait()
 
     def save_now(
         self,
@@ -311,6 +311,10 @@ class Saving:
         return split(plan.sized(), self._node.local_size)[self._node.local_rank]
 
     def _image_for(self, plan: Plan) -> Image:
+        if self._node.local_size > 1 and self._marks is None:
+            folder = shared_memory.make_folder(self._run.uri)
+            path = snapshot.image_path(folder, self._attempt, "marks")
+            self._marks = Marks(path, self._node.local_size)
         if self._image is None or len(self._image.data) < plan.num_bytes:
             if self._node.local_size == 1 and plan.num_bytes < PROCESS_BYTES:
                 self._image = Image.private(plan.num_bytes)
@@ -318,9 +322,6 @@ class Saving:
                 folder = shared_memory.make_folder(self._run.uri)
                 path = snapshot.image_path(folder, self._attempt, "checkpoint")
                 self._image = Image.shared(path, plan.num_bytes)
-                if self._node.local_size > 1 and self._marks is None:
-                    path = snapshot.image_path(folder, self._attempt, "marks")
-                    self._marks = Marks(path, self._node.local_size)
         return self._image
 
     def _launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -127,3 +128,21 @@ def test_a_folder_that_can_not_be_made_is_told_with_the_setting(
     monkeypatch.setenv("SAMESTEP_SHARED_MEMORY", str(memory / "nowhere"))
     with pytest.raises(StorageError, match="set SAMESTEP_SHARED_MEMORY to another folder"):
         shared_memory.make_folder(RUN)
+
+
+def test_images_are_made_although_a_worker_that_fails_takes_the_folder_away() -> None:
+    over = threading.Event()
+
+    def fail_again_and_again() -> None:
+        while not over.is_set():
+            shared_memory.remove(RUN)
+
+    thread = threading.Thread(target=fail_again_and_again, daemon=True)
+    thread.start()
+    try:
+        for number in range(300):
+            path = snapshot.image_path(shared_memory.make_folder(RUN), number, "snapshot-0")
+            assert Image.shared(path, 64).data.nbytes == 64
+    finally:
+        over.set()
+        thread.join()

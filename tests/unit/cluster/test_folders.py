@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from samestep import InputError, parse_spec
 from samestep.cluster.environment import TRAIN_ENVIRONMENT
-from samestep.cluster.folders import Folders
+from samestep.cluster.folders import Folders, at_desk
 from samestep.cluster.session import variables_for_workers
 from samestep.exact import numerics
 
@@ -51,6 +52,33 @@ def test_a_worker_of_a_submitted_job_looks_in_its_own_copy(
     monkeypatch.chdir(tmp_path / "worker")
     assert folders.enter() == [tmp_path / "worker/job", tmp_path / "worker", tmp_path / "outside"]
     assert Path.cwd() == tmp_path / "worker"
+
+
+class Returning:
+    """A recorder whose actor is being started again."""
+
+    def __init__(self, num_refusals: int) -> None:
+        self.left = num_refusals
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.left -= 1
+        if self.left >= 0:
+            raise ConnectionError("the recorder is away: the actor is restarting")
+        return {"attempt": 4}
+
+
+def test_a_worker_waits_for_a_recorder_that_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "folders": Folders.of_command([tmp_path], is_copied=False),
+        "run_uri": str(tmp_path / "run"),
+        "target": Returning(2),
+    }
+    with at_desk(config, world_rank=1, world_size=2) as desk:
+        assert desk.search == [tmp_path]
+    assert config["target"].left == -1  # type: ignore[attr-defined]
 
 
 STRAY = """

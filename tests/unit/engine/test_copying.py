@@ -8,55 +8,78 @@ from typing import Any
 
 import pytest
 import torch
-from attempts import started
+from attempts import Train, started
 from pool import spec_of
 from torch import nn
 
 from samestep.checkpoint.image import Image
-from samestep.checkpoint.marks import Marks
-from samestep.checkpoint.reading import load_checkpoint
+from samestep.checkpoint.marks import GIVEN_UP, Marks
+from samestep.checkpoint.reading import digest_of, load_checkpoint
 from samestep.checkpoint.state import Parts, collect
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import Outline
-from samestep.engine.copying import ASIDE_BYTES, GIVEN_UP, Copying
+from samestep.engine.copying import ASIDE_BYTES, Copying
 from samestep.errors import CheckpointError
 
 WAIT_S = 120.0
 LARGE_BUFFER = ASIDE_BYTES // 4 + 1
 
 
-def digests_of(kind: str, folder: Path, **args: Any) -> list[str]:
-    checkpoint = {"every_steps": 1, "keep": 9}
-    spec = spec_of(
+def spec(kind: str, folder: Path, **args: Any) -> dict[str, Any]:
+    return spec_of(
         f"slow_cases:{kind}",
         batch_size=6,
         shards=3,
         max_steps=4,
-        checkpoint=checkpoint,
+        checkpoint={"every_steps": 1, "keep": 9},
         ema={"decay": 0.9},
         mode="local",
         storage=str(folder),
         args=args,
     )
-    with started(spec) as process:
+
+
+def saved(run: Path) -> list[str]:
+    """Of each step, the digest of what the files hold; that in the manifest must be the same."""
+    folders = [run / f"checkpoints/step-{step:08d}" for step in range(1, 5)]
+    found = [digest_of(folder) for folder in folders]
+    assert found == [load_checkpoint(Storage.at(str(run)), step)[1].digest for step in range(1, 5)]
+    return found
+
+
+def alone(kind: str, folder: Path, **args: Any) -> list[str]:
+    with started(spec(kind, folder, **args)) as process:
         output, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, output
-    run = Storage.at(str(folder / "run"))
-    found = [load_checkpoint(run, step)[1].digest for step in range(1, 5)]
+    found = saved(folder / "run")
     assert output.decode().split()[-1] == found[-1]
     return found
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("kind", "width"), [("Slow", 9), ("SlowBefore", 9), ("Slow", LARGE_BUFFER)]
+    ("kind", "width", "overlaps"),
+    [("Slow", 9, True), ("SlowBefore", 9, False), ("Slow", LARGE_BUFFER, False)],
 )
 def test_what_is_saved_is_the_state_of_its_step_however_long_the_copy_takes(
-    tmp_path: Path, kind: str, width: int
+    tmp_path: Path, kind: str, width: int, overlaps: bool
 ) -> None:
-    quick = digests_of(kind, tmp_path / "quick", slow=False, width=width)
-    assert digests_of(kind, tmp_path / "slow", slow=True, width=width) == quick
+    quick = alone(kind, tmp_path / "quick", slow=None, width=width)
+    mark = tmp_path / "overlaps"
+    assert alone(kind, tmp_path / "slow", slow=0, width=width, overlaps=str(mark)) == quick
     assert len(set(quick)) == 4
+    assert mark.exists() == overlaps  # else training waits for the copy
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_whose_copy_is_late_is_waited_for_by_those_who_write(
+    train: Train, tmp_path: Path
+) -> None:
+    quick = alone("Slow", tmp_path / "quick", slow=None)
+    for rank in range(2):
+        run = train(spec("Slow", tmp_path, slow=rank), f"slow-{rank}", 2)
+        assert run.digest == quick[-1]
+        assert saved(run.folder) == quick
 
 
 class Net(nn.Module):
@@ -113,11 +136,38 @@ def test_large_buffers_are_not_copied_twice() -> None:
     assert copying_of(Net()).is_behind
 
 
-def test_a_copy_is_given_up() -> None:
-    given_up = threading.Event()
+class Counting(Net):
+    """Keeps a tensor in its extra state, and counts in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.count
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = state
+
+
+def test_extra_state_is_copied_at_once() -> None:
+    net = Counting()
+    copying = copying_of(net)
+    net.count += 1
+    assert copying.outline.tensors["model/_extra_state"].tolist() == [0.0, 0.0]
+    copying.run(threading.Event())
+
+
+def test_a_copy_is_given_up_and_the_other_workers_of_the_node_learn_of_it(tmp_path: Path) -> None:
+    first, second = (Marks(tmp_path / "marks", 2) for _ in range(2))
+    given_up, nobody = threading.Event(), threading.Event()
     given_up.set()
     with pytest.raises(CheckpointError, match=GIVEN_UP):
-        copying_of(Net()).run(given_up)
+        copying_of(Net(), marks=first, number=3).run(given_up)
+    other = copying_of(Net(), marks=second, number=3, local_rank=1)
+    other.run(nobody)
+    with pytest.raises(CheckpointError, match="the copy of worker 0 of this node failed"):
+        other.wait_for_others(nobody)
 
 
 def test_a_copy_waits_for_those_of_the_other_workers_of_the_node(tmp_path: Path) -> None:
@@ -125,7 +175,7 @@ def test_a_copy_waits_for_those_of_the_other_workers_of_the_node(tmp_path: Path)
     mine = copying_of(Net(), number=3, marks=first)
     given_up = threading.Event()
     mine.run(given_up)
-    second.set(1, 2)  # that of the save before
+    second.set(1, 2, failed=True)  # that of the save before
     thread = threading.Thread(target=mine.wait_for_others, args=(given_up,), daemon=True)
     thread.start()
     thread.join(0.05)
@@ -133,7 +183,6 @@ def test_a_copy_waits_for_those_of_the_other_workers_of_the_node(tmp_path: Path)
     second.set(1, 3)
     thread.join(WAIT_S)
     assert not thread.is_alive()
-    second.set(1, 2)
     given_up.set()
     with pytest.raises(CheckpointError, match=GIVEN_UP):
         mine.wait_for_others(given_up)
