@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import pytest
 import ray
 
 from samestep import JobSpec, Outcome, PlacementError, parse_spec, train
+from samestep.checkpoint.reading import digest_of
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.environment import TRAIN_ENVIRONMENT
 from samestep.cluster.nodes import LocalNodes, Node, local_nodes
@@ -106,6 +109,39 @@ def test_nodes_come_and_go_and_no_step_is_taken_twice(
     assert all(r["planned"] for r in found.recoveries[:2])
 
 
+def test_two_runs_on_one_cluster_never_touch(
+    nodes: LocalNodes,
+    write_job: Callable[..., Path],
+    start_command: Callable[..., subprocess.Popen[str]],
+    wait_until: WaitUntil,
+    straight: Outcome,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    job = write_job(workers=1, mode="ddp", args={"pause_s": 0.4})
+    commands = [start_command("train", job, "--name", n, cwd=tmp_path) for n in ("struck", "calm")]
+    runs = [Storage.at(str(tmp_path / "runs" / name)) for name in ("struck", "calm")]
+
+    def pids() -> list[int]:
+        if not all(run.exists("spec.yaml") for run in runs):
+            return []
+        pasts = [read_past(run) for run in runs]
+        at_work = all(past.attempts and past.num_steps >= 3 for past in pasts)
+        return [int(past.attempts[-1].fields["pids"][0]) for past in pasts] if at_work else []
+
+    struck, calm = wait_until(pids, 90, "both runs train")
+    assert struck != calm
+    os.kill(struck, signal.SIGKILL)
+    for command in commands:
+        output, _ = command.communicate(timeout=120)
+        assert command.returncode == 0, output
+    assert [digest_of(run.root) for run in runs] == [straight.digest] * 2
+    found = [summarize(run) for run in runs]
+    assert [len(one.attempts) for one in found] == [2, 1]
+    assert [[str(incident.kind) for incident in one.incidents] for one in found] == [["crash"], []]
+
+
 def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
     nodes: LocalNodes, write_job: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -127,7 +163,7 @@ def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
     calm, struck = json.loads(done.stdout)
     assert (struck["status"], struck["digest"], struck["same"]) == ("done", calm["digest"], True)
     assert [one["note"][:4] for one in struck["struck"]] == ["pid "] * 2
-    assert struck["attempts"] == 2
+    assert struck["attempts"] in (2, 3)  # it may go on with the other alone, and grow
 
 
 def _drain(address: str, node: Node) -> None:

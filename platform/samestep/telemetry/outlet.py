@@ -193,7 +193,6 @@ class Outlet:
                 cost_s = time.thread_time() - started_s if is_steady else 0.0
                 pause_s = max(self.sink.interval_s, min(cost_s / MAX_SHARE, MAX_PAUSE_S))
                 backoff_s, is_steady = self._first_backoff_s, True
-                self._note_success()
         try:
             self.sink.close()
         except Exception as error:  # it ends anyway
@@ -234,6 +233,7 @@ class Outlet:
             self.sink.live(latest)
         if reports:
             self.sink.reports(reports, num_dropped)
+        self._note_success()  # before anybody who waits for it goes on
         with self._changed:
             if not more:
                 self._num_delivered = announced
