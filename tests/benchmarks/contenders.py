@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from models import Model
 from plain import PlainDdp
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
@@ -103,7 +103,7 @@ class Samestep:
                 workload=self.built.workload,
                 replica=replicas[0],
                 peers=peers,
-                scale=_unscaled,
+                scale=self.built.parts.scaled,
             )
         else:
             self.engine = StepEngine(
@@ -159,7 +159,3 @@ def plain_ddp(
         torch.use_deterministic_algorithms(True)
 
     return step, built.parts.model
-
-
-def _unscaled(loss: Tensor) -> Tensor:
-    return loss

@@ -49,6 +49,10 @@ class Parts:
     scaler: GradScaler | None = None
     ema: dict[str, Tensor] | None = None
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """A scalar loss as it goes into backward: times the scaler's scale where there is one."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
 
 @dataclass(kw_only=True)
 class State:

@@ -18,11 +18,10 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
-from samestep.checkpoint.state import State, check_encodable, collect, state_sha256
+from samestep.checkpoint.state import check_encodable
 from samestep.checkpoint.storage import Storage
-from samestep.engine import evidence, survivor
-from samestep.engine.appraisal import require_metrics
-from samestep.engine.canary import compare_canary, compare_fingerprints, nominal_weight
+from samestep.engine import evidence, forming, survivor
+from samestep.engine.canary import compare_fingerprints
 from samestep.engine.ending import Ending
 from samestep.engine.failure import Failure
 from samestep.engine.fast import FastEngine
@@ -31,22 +30,18 @@ from samestep.engine.fingerprint import fingerprints
 from samestep.engine.heap import keep_freed_memory
 from samestep.engine.initial import Initial, load_initial
 from samestep.engine.loop import Loop
-from samestep.engine.offers import Source
 from samestep.engine.peers import Peers
 from samestep.engine.resume import Resumption, Saved
 from samestep.engine.setup import (
     Built,
-    before_step,
     build,
     make_replicas,
     require_shared_storage,
     turns_of,
 )
 from samestep.engine.step import Replica, StepEngine
-from samestep.engine.survivor import Stage
-from samestep.errors import PeerLostError, RecorderError, SamestepError, WorkloadError
+from samestep.errors import PeerLostError, RecorderError, SamestepError
 from samestep.exact import numerics
-from samestep.exact.digest import live_digest
 from samestep.faults.progress import Phase, Progress
 from samestep.faults.watchdog import Stall, Watchdog
 from samestep.incidents.bundle import StateSource
@@ -199,7 +194,7 @@ class _Attempt:
         resumption.choose()
         built = resumption.built() or self._build(device)
         fingerprint = numerics.fingerprint(spec, device.type)
-        mixed = compare_fingerprints(spec, peers, fingerprint)
+        differing = compare_fingerprints(spec, peers, fingerprint)
         check_encodable(built.parts)
         saved = resumption.restore(built)
         self._step = saved.step
@@ -207,75 +202,37 @@ class _Attempt:
         replicas = make_replicas(spec, built, place.devices, peers)
         if peers.world_rank == 0:
             self._datasets = [found.to_json() for found in fingerprints(built)]
-        self._feed = Feed(
-            workload=built.workload,
-            dataset=built.dataset,
-            order=built.feed_order,
-            turns=turns_of(replicas),
-            seed=spec.seed,
-            start_step=saved.step,
-            end_step=built.end_step,
-            loader_processes=spec.loader_processes,
-            pin_memory=device.type == "cuda",
-            left_out=saved.left_out,
-        )
-        self._re_enact(built, saved, resumption, replicas)
+        self._feed = feed = self._open_feed(built, saved, replicas)
+        forming.re_enact(spec, built, saved, resumption, replicas)
         resumption.keep(built, saved)
         resumption.release()
-        scaler = built.parts.scaler
-        scale: Callable[[torch.Tensor], torch.Tensor] = scaler.scale if scaler else _unscaled
-        exact = StepEngine(
-            spec=spec,
-            workload=built.workload,
-            replicas=replicas,
-            peers=peers,
-            group=place.group if peers.world_size > 1 else None,
-            scale=scale,
-            progress=self._progress,
+        exact = self._engine = self._make_engine(built, replicas)
+        differing += forming.compare(
+            spec, built=built, saved=saved, engine=exact, peers=peers, take=feed.take_apart
         )
-        self._engine = exact
-        whole = collect(built.parts, step=saved.step, extras={})
-        state = whole.tensors
-        digest = live_digest(state)
-        if saved.source is Source.SURVIVOR:  # what was handed over is compared to the last value
-            digest += state_sha256(State(step=saved.step, tensors={}, values=whole.values))
-        is_new = saved.source is not Source.SURVIVOR
-        formed = compare_canary(
-            spec, exact, peers, built.order, self._feed.take_apart, digest, is_new=is_new
-        )
-        grown = collect(built.parts, step=saved.step, extras={}).tensors.keys() - state.keys()
-        if grown:
-            raise WorkloadError(
-                f"the model's state gets {', '.join(sorted(grown))} in its first forward, so a "
-                "fresh model could not take a checkpoint of it: register buffers in model(), with "
-                "their shapes"
-            )
-        exact.nominal_weight = nominal_weight(
-            saved.nominal_weight or spec.nominal_weight, formed.canary, exact.nominal_weight
-        )
+        saved = replace(saved, nominal_weight=exact.nominal_weight)
         if spec.reduction == "fast" and place.group is not None:
             exact.close()
             self._engine = FastEngine(
-                spec=spec, workload=built.workload, replica=replicas[0], peers=peers, scale=scale
+                spec=spec,
+                workload=built.workload,
+                replica=replicas[0],
+                peers=peers,
+                scale=built.parts.scaled,
             )
-        if built.evaluation is not None and saved.step < built.end_step and is_new:
-            # What is wrong with evaluate, or hangs on a metric that it lacks, shows before step 0.
-            metrics = built.evaluation.run(
-                built.parts.model, peers, step=saved.step, device=device, max_batches=1
-            )
-            require_metrics(spec, built.schedule, metrics)
-        self._begin(built, saved, initial, fingerprint, mixed + formed.differing)
+        forming.try_evaluation(spec, built=built, saved=saved, peers=peers, device=device)
+        self._begin(built, saved, initial, fingerprint, differing)
         self._loop = Loop(
             spec=spec,
             built=built,
             engine=self._engine,
-            feed=self._feed,
+            feed=feed,
             peers=peers,
             run=self._run,
             target=place.target,
             link=self._link,
             attempt=self._attempt,
-            start=replace(saved, nominal_weight=exact.nominal_weight),
+            start=saved,
             fingerprint=fingerprint,
             on_step=lambda step: self._place.on_step(step, self._attempt),
             progress=self._progress,
@@ -285,6 +242,31 @@ class _Attempt:
         self._watch()
         survivor.forget()  # the loop holds the newest state from here on
         return self._loop.train()
+
+    def _open_feed(self, built: Built, saved: Saved, replicas: list[Replica]) -> Feed:
+        return Feed(
+            workload=built.workload,
+            dataset=built.dataset,
+            order=built.feed_order,
+            turns=turns_of(replicas),
+            seed=self._spec.seed,
+            start_step=saved.step,
+            end_step=built.end_step,
+            loader_processes=self._spec.loader_processes,
+            pin_memory=replicas[0].device.type == "cuda",
+            left_out=saved.left_out,
+        )
+
+    def _make_engine(self, built: Built, replicas: list[Replica]) -> StepEngine:
+        return StepEngine(
+            spec=self._spec,
+            workload=built.workload,
+            replicas=replicas,
+            peers=self._peers,
+            group=self._place.group if self._peers.world_size > 1 else None,
+            scale=built.parts.scaled,
+            progress=self._progress,
+        )
 
     def _watch(self) -> None:
         """From now on somebody notices when this worker stands still."""
@@ -310,25 +292,6 @@ class _Attempt:
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
-
-    def _re_enact(
-        self, built: Built, saved: Saved, resumption: Resumption, replicas: list[Replica]
-    ) -> None:
-        """Calls `before_step` as it had been called when the state was taken.
-
-        Objects made anew need what it does beside changing the model. Of a state that was taken
-        after the call, the tensors have its changes already: they are put back.
-        """
-        rest, is_new = saved.rest, resumption.built() is None
-        settled = rest.stage is Stage.SETTLED
-        if settled and (saved.step == built.end_step or (rest.begun and not is_new)):
-            return
-        if not settled and not is_new:
-            return
-        step = saved.step if settled else saved.step - 1
-        before_step(self._spec, built.workload, replicas, step)
-        if rest.begun or not settled:
-            resumption.restore_again(built)
 
     def keep(self, failure: Failure | None, *, parked: bool) -> None:
         """Keeps what this worker has of the run in its process, for the next group."""
@@ -427,7 +390,7 @@ class _Attempt:
         saved: Saved,
         initial: Initial | None,
         fingerprint: dict[str, Any],
-        mixed: list[str],
+        differing: list[str],
     ) -> None:
         members = self._peers.gather([os.uname().nodename, os.getpid()])()
         message: dict[str, Any] = {}
@@ -448,7 +411,7 @@ class _Attempt:
                 "dataset_size": built.dataset_size,
                 "custom_order": built.custom_order,
                 "datasets": self._datasets,
-                "placement_dependent": mixed,
+                "placement_dependent": differing,
                 "process_started": psutil.Process().create_time(),
             }
             if initial is not None:
@@ -483,7 +446,3 @@ def verdict_outcome(verdict: dict[str, Any] | None) -> tuple[int, str] | None:
         return None
     _, _, status = str(verdict["kind"]).partition(":")
     return int(status or 1), str(verdict["message"])
-
-
-def _unscaled(loss: torch.Tensor) -> torch.Tensor:
-    return loss

@@ -218,7 +218,7 @@ class _Inspection:
             replicas=replicas,
             peers=peers,
             group=None,
-            scale=parts.scaler.scale if parts.scaler else _unscaled,
+            scale=parts.scaled,
         )
         try:
             self._report.modes = ModesInfo(
@@ -337,10 +337,6 @@ def _only_first(plans: list[ShardPlan]) -> list[ShardPlan]:
 
 def _listed(differing: dict[str, str]) -> str:
     return named([f"{path} ({line})" for path, line in differing.items()])
-
-
-def _unscaled(loss: Tensor) -> Tensor:
-    return loss
 
 
 @contextmanager

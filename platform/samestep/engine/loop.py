@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -35,9 +34,10 @@ from samestep.engine.recording import (
 from samestep.engine.result import result_of
 from samestep.engine.resume import Saved
 from samestep.engine.schedule import is_due
+from samestep.engine.settling import Settling
 from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
-from samestep.engine.survivor import HELD_KEY, Held, Rest, Stage
+from samestep.engine.survivor import HELD_KEY, Held, Stage
 from samestep.engine.update import apply_update
 from samestep.errors import IncidentError, PeerLostError
 from samestep.exact import numerics
@@ -46,7 +46,7 @@ from samestep.faults.progress import Phase, Progress
 from samestep.incidents.bundle import StateSource
 from samestep.incidents.record import Incident
 from samestep.incidents.rollback import Rollback
-from samestep.names import Activity, Event
+from samestep.names import Activity
 from samestep.spec import JobSpec
 from samestep.telemetry.finished import Finished
 from samestep.telemetry.link import Link, Target
@@ -98,12 +98,9 @@ class Loop:
         self._attempt = attempt
         self._start = start
         self._step = start.step
-        self._stage = start.rest.stage
         # That of the first step was called when the group formed: the canary needs it too.
-        self._begun = self._stage is Stage.SETTLED
+        self._begun = start.rest.stage is Stage.SETTLED
         self._whole, self._computing = True, False
-        self._is_best = start.rest.is_best
-        self._values = Values(**start.rest.values) if start.rest.values else None
         self._wants = wants
         self._recording = Recording(link, attempt)
         self._on_step = on_step
@@ -116,9 +113,6 @@ class Loop:
             early_stop=start.early_stop,
             best=start.rest.best,
         )
-        self._hooks = Hooks(built.workload, seed=spec.seed, device=self._device)
-        self._evaluation = start.rest.evaluation
-        self._evaluated_at = start.step if start.rest.evaluation is not None else -1
         self._data_wait_s = self._waited_before_s = 0.0
         self._timesheet = Timesheet()
         self._reporter = Reporter(
@@ -151,6 +145,18 @@ class Loop:
             attempt=attempt,
             start=start,
             fingerprint=fingerprint,
+        )
+        self._settling = Settling(
+            built=built,
+            peers=peers,
+            start=start,
+            hooks=Hooks(built.workload, seed=spec.seed, device=self._device),
+            appraisal=self._appraisal,
+            keeping=self._keeping,
+            recording=self._recording,
+            progress=progress,
+            timesheet=self._timesheet,
+            device=self._device,
         )
         self._evidence = Evidence(
             spec=spec,
@@ -200,19 +206,19 @@ class Loop:
             self._keeping.begin()
         self._catch_up()
         end_step, flag = self._built.end_step, Flag.GO_ON
-        self._settle()
+        self._settling.settle(self._step, self._flag)
         while self._step < end_step and not flag and self._appraisal.stop_reason is None:
             self._on_step(self._step)
             flag = self._take_step()
             self._evidence.go_on()
-            self._settle()
+            self._settling.settle(self._step, self._flag)
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
             if flag is Flag.PARK_AND_SAVE:
                 self._end()
             return False
         if done:
-            self._evaluate()
+            self._settling.evaluate(self._step)
         self._evidence.finish(hurries=not done)  # while the recorder is there
         self._end()
         self._progress.at(Phase.ENDING, step=self._step)
@@ -233,7 +239,7 @@ class Loop:
     @property
     def step(self) -> int:
         """The step that is being taken; hooks and evaluation belong to the one before them."""
-        is_behind = self._stage < Stage.SETTLED or self._step >= self._built.end_step
+        is_behind = self._settling.stage < Stage.SETTLED or self._step >= self._built.end_step
         return max(0, self._step - int(is_behind))
 
     def held(self, run_uri: str) -> Held | None:
@@ -261,14 +267,7 @@ class Loop:
 
     def _state(self) -> State:
         """The present state, with where between two updates it is."""
-        rest = Rest(
-            stage=self._stage,
-            begun=self._begun,
-            values=None if self._values is None else asdict(self._values),
-            evaluation=self._evaluation_here,
-            is_best=self._is_best,
-            best=self._appraisal.best,
-        )
+        rest = self._settling.rest(self._step, begun=self._begun)
         return self._keeping.state(self._step, {HELD_KEY: rest.to_extras()})
 
     def _catch_up(self) -> None:
@@ -278,37 +277,9 @@ class Loop:
             source = StateSource.START if kind is None else StateSource(str(kind))
             self._evidence.catch_up(self._step, self._state, source)
 
-    def _settle(self) -> None:
-        """Does what is due after the last update; goes on where an attempt before broke off."""
-        if self._stage < Stage.TOLD:
-            assert self._values is not None
-            self._progress.at(Phase.HOOKS, step=self._step)
-            self._hooks.on_step(self._values)
-            self._stage = Stage.TOLD
-        if self._stage < Stage.EVALUATED:
-            self._is_best = self._appraisal.is_due(self._step) and self._evaluate()
-            self._stage = Stage.EVALUATED
-        if self._stage < Stage.EPOCH_TOLD:
-            assert self._values is not None
-            if self._step % self._built.order.steps_per_epoch == 0:
-                self._progress.at(Phase.HOOKS, step=self._step)
-                self._hooks.on_epoch(self._values, self._evaluation_here)
-            self._stage = Stage.EPOCH_TOLD
-        if self._stage < Stage.SETTLED:
-            if self._step < self._built.end_step:
-                self._progress.at(Phase.CHECKPOINT, step=self._step)
-                with self._timesheet.on(Activity.CHECKPOINT):
-                    self._keeping.after_step(
-                        self._step,
-                        flag=self._flag,
-                        is_best=self._is_best,
-                        evaluation=self._evaluation_here,
-                    )
-            self._stage = Stage.SETTLED
-
     @during(Activity.CHECKPOINT)
     def _end(self) -> None:
-        self._keeping.end(self._step, evaluation=self._evaluation_here)
+        self._keeping.end(self._step, evaluation=self._settling.evaluation_at(self._step))
 
     def _finish(self, done: bool) -> None:
         if self._link is None:
@@ -331,7 +302,7 @@ class Loop:
             is_early=self._step < self._built.end_step,
             step=self._step,
             digest=self._keeping.digest,
-            evaluation=self._evaluation,
+            evaluation=self._settling.evaluation,
             timing=self._timesheet.lap(),
         )
         self._target.call("finish", self._attempt, result)
@@ -366,9 +337,9 @@ class Loop:
         if updated.skipped and not passes_over:
             self._engine.main.keeper.undo_step()
         self._engine.sync_replicas()
-        self._step, self._stage, self._begun = step + 1, Stage.UPDATED, False
-        self._values = values_of(step, plans[0].epoch, reduced, updated)
-        self._evaluation, self._is_best, self._whole = None, False, True
+        values = values_of(step, plans[0].epoch, reduced, updated)
+        self._settling.updated(values)
+        self._step, self._begun, self._whole = step + 1, False, True
         self._recording.note_delivered(reduced.delivered)
         ids = [list(plan.ids) for plan in plans]
         digest = None
@@ -378,9 +349,9 @@ class Loop:
                 digest = self._keeping.agreed_digest(self._step)
         except PeerLostError:
             # The step is taken, whoever is gone: another attempt goes on behind it.
-            self._record(ids, reduced, None, started)
+            self._record(values, ids, reduced, None, started)
             raise
-        self._record(ids, reduced, digest, started)
+        self._record(values, ids, reduced, digest, started)
         self._detection.look_at_weights(built.parts.model, step, self._keep_weights)
         self._flag = reduced.flag
         return Flag(reduced.flag % SAVE_FLAG)
@@ -458,9 +429,13 @@ class Loop:
             self._data_wait_s += time.perf_counter() - started
 
     def _record(
-        self, ids: list[list[int]], reduced: Reduced, digest: str | None, started: float
+        self,
+        values: Values,
+        ids: list[list[int]],
+        reduced: Reduced,
+        digest: str | None,
+        started: float,
     ) -> None:
-        assert self._values is not None
         self._recording.require_current()
         waited_s = reduced.traffic.wait_s + self._peers.wait_s - self._waited_before_s
         lap = self._timesheet.lap(waited_s=waited_s)
@@ -468,32 +443,5 @@ class Loop:
         timing = step_timing(reduced, lap, began_s=started, data_wait_s=self._data_wait_s)
         timing |= self._keeping.news()
         self._recording.step(
-            step_record(self._values, ids=ids, reduced=reduced, digest=digest, timing=timing)
+            step_record(values, ids=ids, reduced=reduced, digest=digest, timing=timing)
         )
-
-    @during(Activity.EVALUATION)
-    def _evaluate(self) -> bool:
-        """Evaluates, once a step; returns whether the state is the best so far."""
-        if self._built.evaluation is None or self._evaluated_at == self._step:
-            return False
-        metrics = self._built.evaluation.run(
-            self._built.parts.model,
-            self._peers,
-            step=self._step,
-            device=self._device,
-            on_batch=lambda _: self._progress.at(Phase.EVALUATION, step=self._step),
-        )
-        self._evaluation, self._evaluated_at = metrics, self._step
-        self._recording.event(
-            Event.EVALUATION,
-            self._step,
-            {"metrics": metrics, "samples": self._built.evaluation.size},
-        )
-        if self._step == self._start.step and self._start.rest.stage >= Stage.EVALUATED:
-            return False  # what was restored has what was decided then in it
-        due = self._appraisal.is_due(self._step)
-        return self._appraisal.take(metrics, step=self._step, decides=due)
-
-    @property
-    def _evaluation_here(self) -> dict[str, float] | None:
-        return self._evaluation if self._evaluated_at == self._step else None

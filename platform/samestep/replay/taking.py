@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-import torch
-
 from samestep.checkpoint.state import Parts, State, collect, restore
 from samestep.engine.aftermath import is_aftermath, is_in
 from samestep.engine.appraisal import Appraisal
@@ -133,14 +131,13 @@ class Taker:
         self._begun, self._start, self._adjust = False, start, adjust
         if adjust is not None:
             adjust(self.parts)
-        scaler = self.parts.scaler
         self.engine = StepEngine(
             spec=spec,
             workload=self.workload,
             replicas=[self.replica],
             peers=Peers(None),
             group=None,
-            scale=scaler.scale if scaler is not None else _unscaled,
+            scale=self.parts.scaled,
             progress=place.progress,
         )
         self._re_enact_rest(start)
@@ -386,7 +383,3 @@ class Taker:
         plan = self.plans(0)[0]
         [(_, result)] = self.engine.probe(plan, self._bench.take)
         return nominal_weight(None, result, self.engine.nominal_weight)
-
-
-def _unscaled(loss: torch.Tensor) -> torch.Tensor:
-    return loss

@@ -96,11 +96,13 @@ def _engine(
     group: dist.ProcessGroup | None,
     feed: Feed,
 ) -> StepEngine | FastEngine:
-    scaler = built.parts.scaler
-    scale = scaler.scale if scaler else _unscaled
     if spec.reduction == "fast" and group is not None:
         return FastEngine(
-            spec=spec, workload=built.workload, replica=replicas[0], peers=peers, scale=scale
+            spec=spec,
+            workload=built.workload,
+            replica=replicas[0],
+            peers=peers,
+            scale=built.parts.scaled,
         )
     engine = StepEngine(
         spec=spec,
@@ -108,7 +110,7 @@ def _engine(
         replicas=replicas,
         peers=peers,
         group=group,
-        scale=scale,
+        scale=built.parts.scaled,
     )
     state = live_digest(collect(built.parts, step=0, extras={}).tensors)
     canary = compare_canary(spec, engine, peers, built.order, feed.take_apart, state).canary
@@ -129,7 +131,3 @@ def _buffers(engine: StepEngine | FastEngine) -> dict[str, Any]:
         "gradient_bytes": sum(layout.numel * layout.dtype.itemsize for layout in buckets.layouts),
         "num_buckets": len(buckets.layouts),
     }
-
-
-def _unscaled(loss: torch.Tensor) -> torch.Tensor:
-    return loss
