@@ -207,7 +207,7 @@ class _Attempt:
         resumption.keep(built, saved)
         resumption.release()
         exact = self._engine = self._make_engine(built, replicas)
-        differing += forming.compare(
+        differing += forming.compare_group(
             spec, built=built, saved=saved, engine=exact, peers=peers, take=feed.take_apart
         )
         saved = replace(saved, nominal_weight=exact.nominal_weight)

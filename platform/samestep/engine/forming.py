@@ -1,4 +1,8 @@
-"""A group forms: each worker shows that it computes what the others do, before the first step."""
+"""What a group does when it forms, before its first step.
+
+Objects made anew are brought to where the state was taken; the workers show that they compute the
+same; and an evaluation is tried, so that its errors come before a step was paid for.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ def re_enact(
         resumption.restore_again(built)
 
 
-def compare(
+def compare_group(
     spec: JobSpec,
     *,
     built: Built,
@@ -67,7 +71,10 @@ def compare(
 
     Raises:
         DivergenceError: states, layouts or samples differ.
-        RunConflictError: the workers compute other bits and `numerics.mixed` is `refuse`.
+        PeerLostError: another worker could not compute the shard.
+        RunConflictError: the workers compute other bits and `numerics.mixed` is `refuse`; or the
+            shard has no weight to go by.
+        UserCodeError: the workload raised.
         WorkloadError: the model's state grew in its forward.
     """
     whole = collect(built.parts, step=saved.step, extras={})
@@ -95,9 +102,12 @@ def compare(
 def try_evaluation(
     spec: JobSpec, *, built: Built, saved: Saved, peers: Peers, device: torch.device
 ) -> None:
-    """Evaluates one batch of a new group: what is wrong with evaluate shows before a step.
+    """Evaluates one batch: what is wrong with evaluate() shows before a step.
+
+    Not where there is no evaluation, the run is at its end, or a survivor's group has tried it.
 
     Raises:
+        UserCodeError: evaluate() raised.
         WorkloadError: a metric that something hangs on is not there.
     """
     is_new = saved.source is not Source.SURVIVOR

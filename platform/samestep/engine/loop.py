@@ -20,6 +20,7 @@ from samestep.engine.fast import FastEngine
 from samestep.engine.feed import Feed
 from samestep.engine.final_model import hand_out
 from samestep.engine.flag import Flag
+from samestep.engine.follow_up import FollowUp
 from samestep.engine.hooks import Hooks
 from samestep.engine.keeping import SAVE_FLAG, Keeping
 from samestep.engine.passing import pass_over
@@ -34,7 +35,6 @@ from samestep.engine.recording import (
 from samestep.engine.result import result_of
 from samestep.engine.resume import Saved
 from samestep.engine.schedule import is_due
-from samestep.engine.settling import Settling
 from samestep.engine.setup import Built, before_step
 from samestep.engine.step import Reduced, StepEngine
 from samestep.engine.survivor import HELD_KEY, Held, Stage
@@ -146,7 +146,7 @@ class Loop:
             start=start,
             fingerprint=fingerprint,
         )
-        self._settling = Settling(
+        self._follow_up = FollowUp(
             built=built,
             peers=peers,
             start=start,
@@ -206,19 +206,19 @@ class Loop:
             self._keeping.begin()
         self._catch_up()
         end_step, flag = self._built.end_step, Flag.GO_ON
-        self._settling.settle(self._step, self._flag)
+        self._follow_up.go_on(self._step, self._flag)
         while self._step < end_step and not flag and self._appraisal.stop_reason is None:
             self._on_step(self._step)
             flag = self._take_step()
             self._evidence.go_on()
-            self._settling.settle(self._step, self._flag)
+            self._follow_up.go_on(self._step, self._flag)
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
             if flag is Flag.PARK_AND_SAVE:
                 self._end()
             return False
         if done:
-            self._settling.evaluate(self._step)
+            self._follow_up.evaluate(self._step)
         self._evidence.finish(hurries=not done)  # while the recorder is there
         self._end()
         self._progress.at(Phase.ENDING, step=self._step)
@@ -239,7 +239,7 @@ class Loop:
     @property
     def step(self) -> int:
         """The step that is being taken; hooks and evaluation belong to the one before them."""
-        is_behind = self._settling.stage < Stage.SETTLED or self._step >= self._built.end_step
+        is_behind = self._follow_up.stage < Stage.SETTLED or self._step >= self._built.end_step
         return max(0, self._step - int(is_behind))
 
     def held(self, run_uri: str) -> Held | None:
@@ -267,7 +267,7 @@ class Loop:
 
     def _state(self) -> State:
         """The present state, with where between two updates it is."""
-        rest = self._settling.rest(self._step, begun=self._begun)
+        rest = self._follow_up.rest(self._step, begun=self._begun)
         return self._keeping.state(self._step, {HELD_KEY: rest.to_extras()})
 
     def _catch_up(self) -> None:
@@ -279,7 +279,7 @@ class Loop:
 
     @during(Activity.CHECKPOINT)
     def _end(self) -> None:
-        self._keeping.end(self._step, evaluation=self._settling.evaluation_at(self._step))
+        self._keeping.end(self._step, evaluation=self._follow_up.evaluation_at(self._step))
 
     def _finish(self, done: bool) -> None:
         if self._link is None:
@@ -302,7 +302,7 @@ class Loop:
             is_early=self._step < self._built.end_step,
             step=self._step,
             digest=self._keeping.digest,
-            evaluation=self._settling.evaluation,
+            evaluation=self._follow_up.evaluation,
             timing=self._timesheet.lap(),
         )
         self._target.call("finish", self._attempt, result)
@@ -338,7 +338,7 @@ class Loop:
             self._engine.main.keeper.undo_step()
         self._engine.sync_replicas()
         values = values_of(step, plans[0].epoch, reduced, updated)
-        self._settling.updated(values)
+        self._follow_up.begin(values)
         self._step, self._begun, self._whole = step + 1, False, True
         self._recording.note_delivered(reduced.delivered)
         ids = [list(plan.ids) for plan in plans]

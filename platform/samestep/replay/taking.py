@@ -179,7 +179,7 @@ class Taker:
         """Calls `before_step` of the next step, once.
 
         Where the state was taken after that call, it has what the call did to the model: the
-        tensors are put back, as in training (see `Attempt`).
+        tensors are put back, as in training (see `forming.re_enact`).
 
         Raises:
             UserCodeError: it raised.

@@ -20,7 +20,7 @@ from samestep.telemetry.timesheet import Timesheet, during
 from samestep.workload import Values
 
 
-class Settling:
+class FollowUp:
     """Does what is due after an update, each part once, whatever attempts break off in between.
 
     Args:
@@ -37,7 +37,7 @@ class Settling:
 
     Attributes:
         stage: how much is done after the last update.
-        values: of the last step; None before the first of a run.
+        values: of the last step; None before the first of an attempt that no survivor began.
         evaluation: metrics of the last evaluation since the last update; None without one.
     """
 
@@ -72,12 +72,12 @@ class Settling:
         self._evaluated_at = start.step if rest.evaluation is not None else -1
         self._is_best = rest.is_best
 
-    def updated(self, values: Values) -> None:
+    def begin(self, values: Values) -> None:
         """An update is through: everything is due again."""
         self.stage, self.values = Stage.UPDATED, values
         self.evaluation, self._is_best = None, False
 
-    def settle(self, step: int, flag: int) -> None:
+    def go_on(self, step: int, flag: int) -> None:
         """Does what is not done yet.
 
         Args:
