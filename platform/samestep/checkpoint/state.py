@@ -49,6 +49,13 @@ class Parts:
     scaler: GradScaler | None = None
     ema: dict[str, Tensor] | None = None
 
+    @property
+    def dtypes(self) -> list[str]:
+        """Names of the floating dtypes of the model's state."""
+        state = self.model.state_dict().values()
+        found = {t.dtype for t in state if isinstance(t, Tensor) and t.is_floating_point()}
+        return sorted(str(dtype).removeprefix("torch.") for dtype in found)
+
     def scaled(self, loss: Tensor) -> Tensor:
         """A scalar loss as it goes into backward: times the scaler's scale where there is one."""
         return loss if self.scaler is None else self.scaler.scale(loss)

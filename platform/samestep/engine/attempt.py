@@ -193,7 +193,7 @@ class _Attempt:
         )
         resumption.choose()
         built = resumption.built() or self._build(device)
-        fingerprint = numerics.fingerprint(spec, device.type)
+        fingerprint = numerics.fingerprint(spec, device.type, built.parts.dtypes)
         differing = compare_fingerprints(spec, peers, fingerprint)
         check_encodable(built.parts)
         saved = resumption.restore(built)

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from samestep.errors import NotExactError
 from samestep.spec import JobSpec
 
 BINDING = "binding"
 INFORMATIONAL = "informational"
+DTYPES = "dtypes"
+
+TOLERANCE: Final = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
+"""By precision: see `tolerance`.
+
+Chosen as the drift that reordered sums may cause over some hundred steps: about ten thousand
+units in the last place of float32, ten of float16, six of bfloat16. It tells a run that learns
+the same from one that does not; it promises nothing about bits.
+"""
+_PRECISIONS: Final = {"float16": "fp16", "bfloat16": "bf16"}
 
 # torch.compile: kernels for dynamic shapes depend on which shapes came first, and what is not
 # compiled any more (too many shapes, an error) runs in eager mode.
@@ -141,12 +151,15 @@ class GlobalsKept:
         torch.set_float32_matmul_precision(self._precision)
 
 
-def fingerprint(spec: JobSpec, device_type: str) -> dict[str, dict[str, Any]]:
+def fingerprint(
+    spec: JobSpec, device_type: str, dtypes: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
     """Everything known to decide bits (binding) or suspected to (informational).
 
     Args:
         spec: the job.
         device_type: "cpu" or "cuda", where the shards are computed.
+        dtypes: names of the floating dtypes of the model, such as "bfloat16"; none: not known.
     """
     import numpy
     import torch
@@ -174,6 +187,8 @@ def fingerprint(spec: JobSpec, device_type: str) -> dict[str, dict[str, Any]]:
         "cpu": _cpu_model(),
         "cache": _cache_sizes(),
     }
+    if dtypes:  # the workload's: what equal code makes equal
+        informational[DTYPES] = list(dtypes)
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         binding |= {
@@ -197,6 +212,18 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], *, kind: str = BINDI
         for name in sorted({*left, *right})
         if left.get(name) != right.get(name)
     ]
+
+
+def tolerance(precision: str, *fingerprints: Mapping[str, Any]) -> float:
+    """Relative tolerance (absolute below 1) for a step taken under other numerics.
+
+    Args:
+        precision: the spec's.
+        fingerprints: of those compared; the coarsest dtype of their models decides as well.
+    """
+    dtypes = {name for each in fingerprints for name in each.get(INFORMATIONAL, {}).get(DTYPES, ())}
+    named = {_PRECISIONS[dtype] for dtype in dtypes if dtype in _PRECISIONS}
+    return max(TOLERANCE[name] for name in {precision, *named})
 
 
 def _config_line(part: str) -> str:

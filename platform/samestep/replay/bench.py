@@ -76,7 +76,7 @@ class Bench:
         self.parts, self.schedule = acting.parts, acting.schedule
         self.evaluation = acting.evaluation
         numerics.pin(spec)  # the workload's module may have set what torch keeps globally
-        self.fingerprint = numerics.fingerprint(spec, place.device.type)
+        self.fingerprint = numerics.fingerprint(spec, place.device.type, self.parts.dtypes)
         self._feed = self._made_feed(self.built) if self.built is not None else None
 
     def plans(self, step: int) -> list[ShardPlan]:

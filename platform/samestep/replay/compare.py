@@ -11,12 +11,12 @@ from samestep.checkpoint.manifest import Manifest, step_name
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.exact.numerics import INFORMATIONAL, differences
+from samestep.exact.numerics import tolerance as tolerance_of
 from samestep.names import CHECKPOINTS_DIR, MANIFEST_FILE, Event
 from samestep.spec import differing_fields
 from samestep.telemetry.identity import read_numerics, read_spec
 from samestep.telemetry.ledger import events, steps
 from samestep.telemetry.records import (
-    TOLERANCE,
     EventRecord,
     StepRecord,
     differing_metrics,
@@ -114,7 +114,9 @@ def compare_runs(a: Storage, b: Storage, *, through: int | None = None) -> Compa
     first = pair.first_difference(None)
     tolerance = None
     if numerics or notes:
-        tolerance = max(TOLERANCE[spec_a.precision], TOLERANCE[spec_b.precision])
+        tolerance = max(
+            tolerance_of(spec_a.precision, numerics_a), tolerance_of(spec_b.precision, numerics_b)
+        )
     apart = first is not None and (
         tolerance is None or pair.first_difference(tolerance) is not None
     )

@@ -19,7 +19,7 @@ from samestep.names import Event
 from samestep.replay.device import device_of
 from samestep.telemetry.identity import read_spec
 from samestep.telemetry.ledger import events
-from samestep.telemetry.records import TOLERANCE, differing_metrics
+from samestep.telemetry.records import differing_metrics
 from samestep.workload import load_workload
 
 ADVICE = "evaluate on a machine with one"
@@ -86,8 +86,8 @@ def evaluate_checkpoint(run: Storage, step: int, *, search: Sequence[Path]) -> E
     state, manifest = load_checkpoint(run, step)
     with numerics.GlobalsKept(), global_generators_kept():
         numerics.pin(spec)
-        fingerprint = numerics.fingerprint(spec, device.type)
         built = build(spec, load_workload(spec.workload, spec.args, list(search)), device)
+        fingerprint = numerics.fingerprint(spec, device.type, built.parts.dtypes)
         if built.evaluation is None:
             raise WorkloadError(
                 f"workload {spec.workload!r} has no evaluation: its evaluation_data() returns None"
@@ -95,7 +95,7 @@ def evaluate_checkpoint(run: Storage, step: int, *, search: Sequence[Path]) -> E
         restore(state, built.parts)
         metrics = built.evaluation.run(built.parts.model, Peers(None), step=step, device=device)
     apart = numerics.differences(manifest.meta.numerics, fingerprint)
-    tolerance = TOLERANCE[spec.precision] if apart else None
+    tolerance = numerics.tolerance(spec.precision, fingerprint) if apart else None
     agreement, found = _against_ledger(run, step, metrics, tolerance)
     return Evaluated(
         step=step,

@@ -27,7 +27,7 @@ from samestep.telemetry.identity import read_numerics
 from samestep.telemetry.ledger import steps
 from samestep.telemetry.link import InProcess
 from samestep.telemetry.recorder import Recorder
-from samestep.telemetry.records import TOLERANCE, same_values
+from samestep.telemetry.records import same_values
 
 KEEP = 10**6
 """Checkpoints: no retention in a scratch run, which takes few."""
@@ -132,8 +132,9 @@ def _train(scratch: Storage, spec: JobSpec, step: int, search: Sequence[Path]) -
 
 
 def _compare(run: Storage, scratch: Storage, spec: JobSpec, taken: range) -> tuple[str, ...]:
-    apart = numerics.differences(read_numerics(run) or {}, read_numerics(scratch) or {})
-    tolerance = TOLERANCE[spec.precision] if apart else None
+    then, now = read_numerics(run) or {}, read_numerics(scratch) or {}
+    apart = numerics.differences(then, now)
+    tolerance = numerics.tolerance(spec.precision, then, now) if apart else None
     before, again = steps(run, taken.start), steps(scratch, taken.start)
     for step in taken:
         found = same_values(before[step], again[step], tolerance=tolerance)

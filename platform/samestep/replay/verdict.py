@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bdb import BdbQuit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -24,7 +24,7 @@ from samestep.replay.raised import Raised
 from samestep.replay.source import Source
 from samestep.replay.surroundings import surroundings
 from samestep.replay.taking import Taken, Taker
-from samestep.telemetry.records import TOLERANCE, StepRecord, same_values
+from samestep.telemetry.records import StepRecord, same_values
 
 OUTSIDE: Final = (
     IncidentKind.CRASH,
@@ -184,7 +184,9 @@ def replay(
     differing = numerics.differences(source.numerics, taker.fingerprint)
     if taker.spec.reduction == "fast":
         differing.append("reduction: 'fast' against 'exact'")
-    tolerance = TOLERANCE[taker.spec.precision] if differing else None
+    tolerance = None
+    if differing:
+        tolerance = numerics.tolerance(taker.spec.precision, source.numerics, taker.fingerprint)
     first_step = taker.step
     passage = _Passage(taker, source, tolerance=tolerance, before_step=before_step)
     if taker.is_behind:
@@ -311,7 +313,9 @@ def judge_ended(incident: Incident, ended: Ended) -> Replayed:
     where = ended.position if ended.position is not None else "its start"
     step = ended.position.step if ended.position is not None else -1
     told = f"the process was ended by {ended.signal} in" if ended.signal else "it stands still in"
-    again = kind is incident.kind and step == incident.step
+    stood = _stood_in(incident)
+    again = kind is incident.kind and step == incident.step and stood in ("", str(where))
+    then = f"the run met {incident.kind} at step {incident.step}"
     return Replayed(
         verdict=Verdict.REPRODUCED if again else Verdict.NOT_REPRODUCED,
         step=incident.step,
@@ -320,8 +324,15 @@ def judge_ended(incident: Incident, ended: Ended) -> Replayed:
         incident=incident,
         ended=f"{told} {where}",
         stacks=ended.stacks,
-        notes=() if again else (f"the run met {incident.kind} at step {incident.step}",),
+        notes=() if again else (then + (f", in {stood}" if stood else ""),),
     )
+
+
+def _stood_in(incident: Incident) -> str:
+    """Where the worker to blame stood still, as it told; empty where it could not tell."""
+    workers = incident.seen.get("workers")
+    told = workers.get(str(incident.world_rank)) if isinstance(workers, Mapping) else None
+    return str(told.get("place", "")) if isinstance(told, Mapping) else ""
 
 
 class _Known:

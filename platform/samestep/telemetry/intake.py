@@ -11,13 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.checkpoint.storage import Storage
+from samestep.exact.numerics import tolerance
 from samestep.names import Event
 from samestep.spec import JobSpec
 from samestep.telemetry.batch import Batch
 from samestep.telemetry.board import Board
+from samestep.telemetry.identity import read_numerics
 from samestep.telemetry.ledger import LedgerWriter
 from samestep.telemetry.past import Attempt, Past, read_past
-from samestep.telemetry.records import TOLERANCE, EventRecord, StepRecord
+from samestep.telemetry.records import EventRecord, StepRecord
 from samestep.telemetry.redo import Position, Redo
 
 
@@ -185,7 +187,7 @@ class Intake:
         self._redo = Redo(
             checked=self._spec.reduction == "exact",
             values_id=values_id,
-            tolerance=TOLERANCE[self._spec.precision],
+            tolerance=tolerance(self._spec.precision, read_numerics(self._run) or {}),
         )
         self.start_step, num_steps = start_step, self.past.num_steps
         self.num_due_again = max(0, num_steps - start_step)

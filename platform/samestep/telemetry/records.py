@@ -43,14 +43,6 @@ KINDS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
 INHERITED: Final = 0
 """The attempt of lines that a fork took over from its parent."""
 
-TOLERANCE: Final = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
-"""Relative tolerance (absolute below 1) by precision, for steps taken under other numerics.
-
-Chosen as the drift that reordered sums may cause over some hundred steps: about ten thousand
-units in the last place of float32, ten of float16, six of bfloat16. It tells a run that learns
-the same from one that does not; it promises nothing about bits.
-"""
-
 
 def pack(value: Any) -> Any:
     """Plain data with each float in it packed; mappings and sequences are gone into."""

@@ -137,3 +137,21 @@ def test_a_fingerprint_differs_in_what_binds_and_names_it() -> None:
     assert numerics.differences(one, two, kind=numerics.INFORMATIONAL) == []
     for name in ("torch", "numpy", "mkl", "onednn", "cpu_capability", "deterministic"):
         assert one["binding"][name] not in ("", None)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtypes", "expected"),
+    [
+        ("fp32", [], 1e-3),
+        ("fp32", ["float32", "float64"], 1e-3),
+        ("fp32", ["bfloat16", "float32"], 5e-2),
+        ("bf16", ["float16", "float32"], 5e-2),
+        ("fp16", ["float32"], 1e-2),
+    ],
+)
+def test_the_tolerance_is_that_of_the_coarsest_dtype(
+    precision: str, dtypes: list[str], expected: float
+) -> None:
+    spec = make_spec(precision=precision)
+    fingerprints = [numerics.fingerprint(spec, "cpu", given) for given in ([], dtypes)]
+    assert numerics.tolerance(precision, *fingerprints) == expected

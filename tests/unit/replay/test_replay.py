@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from planted_runs import BAD, ENDED, Result, Runs, fresh
 
+from samestep.errors import ExitStatus
 from samestep.incidents.record import Incident, write
 from samestep.names import IncidentKind
+from samestep.telemetry.identity import read_numerics
 
 
 @pytest.mark.parametrize("name", ENDED)
@@ -168,6 +170,12 @@ def test_another_number_of_threads_gives_a_verdict_within_tolerance_that_says_wh
     assert "  threads: 1 against 2" in found.out.splitlines()
 
 
+def test_a_run_tells_the_dtypes_of_its_model_by_which_it_is_judged(runs: Runs) -> None:
+    told = read_numerics(runs.at("calm"))
+    assert told is not None
+    assert told["informational"]["dtypes"] == ["float32"]
+
+
 def test_changed_code_is_not_reproduced_and_the_first_difference_is_told(
     replayed: dict[str, Result],
 ) -> None:
@@ -278,8 +286,24 @@ def test_a_step_that_takes_its_process_with_it_is_taken_by_another_one(
     runs: Runs, tmp_path: Path
 ) -> None:
     run, commands, written = runs.at("calm"), [], []
-    for kind, argument in ((IncidentKind.CRASH, "kills"), (IncidentKind.HANG, "hangs")):
-        incident = Incident(kind=kind, step=6, attempt=1, message="planted", id=f"{kind}-planted")
+    here, there = (f"{phase} of step 6, shard 1" for phase in ("forward", "backward"))
+    for name, kind, argument, place in (
+        ("crash", IncidentKind.CRASH, "kills", None),
+        ("hang", IncidentKind.HANG, "hangs", None),  # stopped, say: it could not tell where
+        ("here", IncidentKind.HANG, "hangs", here),
+        ("there", IncidentKind.HANG, "hangs", there),
+    ):
+        incident = Incident(
+            kind=kind,
+            step=6,
+            attempt=1,
+            world_rank=1,
+            message="planted",
+            id=f"{name}-planted",
+            seen={"workers": {"0": {"place": "exchange of step 6"}}},
+        )
+        if place is not None:
+            incident.seen["workers"]["1"] = {"place": place}
         written.append(write(run, incident).id)
         options = ["--set", f"args.{argument}={BAD}", "--still", "1", "--code", str(runs.folder)]
         commands.append(["replay", str(run.root), written[-1], *options, "--json"])
@@ -288,11 +312,13 @@ def test_a_step_that_takes_its_process_with_it_is_taken_by_another_one(
     finally:
         for name in written:
             run.delete(f"incidents/{name}")
-    assert [result.status for result in found] == [0, 0]
+    assert [result.status for result in found] == [0, 0, 0, int(ExitStatus.DIFFERENT)]
+    stands_still = f"it stands still in {here}"
     assert [result.data["ended"] for result in found] == [
-        "the process was ended by SIGKILL in forward of step 6, shard 1",
-        "it stands still in forward of step 6, shard 1",
+        f"the process was ended by SIGKILL in {here}",
+        *[stands_still] * 3,
     ]
+    assert found[-1].data["notes"] == [f"the run met hang at step 6, in {there}"]
 
 
 def test_json_output_is_one_object(replayed: dict[str, Result]) -> None:
