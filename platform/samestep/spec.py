@@ -148,7 +148,8 @@ class JobSpec(Part):
     name: str | None = Field(
         None,
         pattern=f"^{RUN_NAME.pattern}$",
-        description="name of the run; null: the name of the job file's folder",
+        description="name of the run; null: that of the job file's folder if it can be one, else "
+        "of the workload's module",
         json_schema_extra=FREE,
     )
     seed: int = Field(
@@ -352,6 +353,8 @@ def parse_spec(data: object, *, source: str = "the spec") -> JobSpec:
 def load_spec(path: Path | str, overrides: Mapping[str, object] | None = None) -> JobSpec:
     """Reads a job file; `overrides` maps dotted paths to values that take precedence.
 
+    A job without a name gets that of its folder, so that it is one run however it is started.
+
     Raises:
         SpecError: the file is missing, is no YAML, or does not validate.
     """
@@ -376,7 +379,11 @@ def load_spec(path: Path | str, overrides: Mapping[str, object] | None = None) -
         data["init_from"] = spelled_out_path(data["init_from"])
     for dotted, value in (overrides or {}).items():
         _set(data, dotted, value)
-    return parse_spec(data, source=str(path))
+    spec = parse_spec(data, source=str(path))
+    folder = path.resolve().parent.name
+    if spec.name is None and RUN_NAME.fullmatch(folder):
+        spec = spec.model_copy(update={"name": folder})
+    return spec
 
 
 def parse_override(text: str) -> tuple[str, object]:

@@ -85,7 +85,8 @@ def save_rows(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         launches: of each, seconds by what they are of: `held_up_s`, `torch_save_s`,
-            `async_save_s`, `step_s` and `step_while_writing_s`; and `state_bytes`.
+            `async_save_s`, `save_and_step_s` (a save with the step that shares its time with the
+            copy), `step_s` and `step_while_writing_s`; and `state_bytes`.
     """
 
     def medians(name: str) -> list[float]:
@@ -95,7 +96,16 @@ def save_rows(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pairs = zip(medians(name), medians(base), strict=True)
         return spread([a / b for a, b in pairs]).to_json()
 
-    kinds = ("held_up_s", "torch_save_s", "async_save_s", "step_s", "step_while_writing_s")
+    kinds = (
+        *("held_up_s", "save_and_step_s", "torch_save_s", "async_save_s"),
+        *("step_s", "step_while_writing_s"),
+    )
+    costs = [
+        (with_copy - step) / plain
+        for with_copy, step, plain in zip(
+            medians("save_and_step_s"), medians("step_s"), medians("torch_save_s"), strict=True
+        )
+    ]
     is_seen = all(launch["step_while_writing_s"] for launch in launches)
     return {
         "state_bytes": launches[0]["state_bytes"],
@@ -105,8 +115,20 @@ def save_rows(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if is_seen or name != "step_while_writing_s"
         },
         "held_up_over_torch_save": over("held_up_s", "torch_save_s"),
+        "whole_cost_over_torch_save": spread(costs).to_json(),
         "async_save_over_torch_save": over("async_save_s", "torch_save_s"),
         "step_while_writing_over_step": (
             over("step_while_writing_s", "step_s") if is_seen else None
+        ),
+        "mean_step_while_writing_over_step": (
+            spread(
+                [
+                    statistics.mean(launch["step_while_writing_s"])
+                    / statistics.mean(launch["step_s"])
+                    for launch in launches
+                ]
+            ).to_json()
+            if is_seen
+            else None
         ),
     }

@@ -168,6 +168,8 @@ def print_checkpoints(console: Console, found: Mapping[str, Any]) -> None:
     held, target = found["held_up_over_torch_save"], HELD_UP_TARGETS[found["workers"]]
     told = f"training is held up {spread_text(held)} of torch.save's time, at most {target} is "
     console.print(told + ("reached" if held["median"] <= target else "MISSED"))
+    whole = spread_text(found["whole_cost_over_torch_save"])
+    console.print(f"with what the step is slower that shares its time with the copy: {whole} of it")
     console.print(f"async_save holds up {spread_text(found['async_save_over_torch_save'])} of it")
     ratio = found["step_while_writing_over_step"]
     if ratio is None:
@@ -176,6 +178,8 @@ def print_checkpoints(console: Console, found: Mapping[str, Any]) -> None:
     told = f"a step while a checkpoint is written takes {spread_text(ratio)} of a normal one, at "
     said = "reached" if ratio["median"] <= TARGET else "MISSED"
     console.print(f"{told}most {TARGET} is {said}")
+    mean = spread_text(found["mean_step_while_writing_over_step"])
+    console.print(f"in the mean, with the step that shares its time with the copy: {mean}")
 
 
 def spread_text(spread: Mapping[str, float], *, digits: int = 3) -> str:

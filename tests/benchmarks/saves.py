@@ -70,7 +70,7 @@ def _samestep(
     exact: Samestep, spec: JobSpec, peers: Peers, folder: Path, rounds: int
 ) -> dict[str, Any]:
     run, is_first = Storage.at(str(folder / "run")), peers.world_rank == 0
-    held_s, quiet_s, busy_s, whole_s = [], [], [], []
+    held_s, copy_s, quiet_s, busy_s, whole_s = [], [], [], [], []
     saved_s, has_saved = 0.0, False
     address = str(folder / "recorder")
     yaml = dump_spec(spec)
@@ -92,6 +92,7 @@ def _samestep(
                 step_s = time.perf_counter() - started
                 if has_saved:
                     held_s.append(max(peers.gather(saved_s + waited_s[0])()))
+                    copy_s.append(max(peers.gather(saved_s + step_s)()))
                     has_saved = False
                 if link is not None:
                     link.record(_record(number))
@@ -118,6 +119,7 @@ def _samestep(
         shared_memory.remove(run.uri)
     return {
         "held_up_s": held_s,
+        "save_and_step_s": copy_s,
         "step_s": quiet_s,
         "step_while_writing_s": busy_s,
         "num_waited": len(whole_s),

@@ -219,6 +219,22 @@ def test_a_job_file_is_read(tmp_path: Path) -> None:
     assert loaded.args == {"lr": 0.001}
 
 
+@pytest.mark.parametrize(
+    ("folder", "given", "name"),
+    [
+        ("mine", "", "mine"),
+        ("mine", "name: yours\n", "yours"),
+        ("_ray_pkg_0123456789abcdef", "", None),  # the working directory of a submitted job
+        ("two words", "", None),
+    ],
+)
+def test_a_job_without_a_name_has_that_of_its_folder_if_it_can_be_one(
+    tmp_path: Path, folder: str, given: str, name: str | None
+) -> None:
+    (tmp_path / folder).mkdir()
+    assert load_spec(write(tmp_path / folder, JOB + given)).name == name
+
+
 def test_a_missing_job_file_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "job.yaml"
     with pytest.raises(SpecError) as caught:
@@ -389,8 +405,9 @@ def test_a_spec_written_as_yaml_is_read_back_without_a_difference(
     path = tmp_path_factory.mktemp("job") / "job.yaml"
     path.write_text(dump_spec(original), encoding="utf-8")
     again = load_spec(path)
-    assert again == original
-    assert differing_fields(original, again, only_bits=False) == []
+    named = original.model_copy(update={"name": original.name or path.parent.name})
+    assert again == named
+    assert differing_fields(named, again, only_bits=False) == []
 
 
 def test_a_spec_is_validated_when_its_own_dump_is_parsed() -> None:

@@ -101,7 +101,8 @@ def _status(results: list[RoundResult], rounds: int) -> ExitStatus:
 
 def _table(results: list[RoundResult]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "status", "weights", "attempts", "redone", "s", "fault", "held up, s"):
+    of_run = ("run", "status", "weights", "attempts", "redone", "s")
+    for name in (*of_run, "fault", "held up, s", "redone after"):
         table.add_column(name, no_wrap=True)
     for result in results:
         same = "same" if result.same else "DIFFERENT" if result.digest else "none"
@@ -117,9 +118,10 @@ def _table(results: list[RoundResult]) -> Table:
             (
                 f"{one.strike.fault} at {one.at_step}",
                 "-" if one.held_up_s is None else f"{one.held_up_s:.2f}",
+                str(one.redone),
             )
             for one in result.struck
-        ] or [("none", "-")]
-        for number, (fault, held_up) in enumerate(struck):
-            table.add_row(*(row if number == 0 else [""] * len(row)), fault, held_up)
+        ] or [("none", "-", "-")]
+        for number, cost in enumerate(struck):
+            table.add_row(*(row if number == 0 else [""] * len(row)), *cost)
     return table

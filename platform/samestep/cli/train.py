@@ -71,7 +71,7 @@ def train(
     with Display() as display:
         outcome = launch(
             spec,
-            name=name or spec.name or folder.name,
+            name=name,
             search=[folder, Path.cwd()],
             restart=restart,
             no_fallback=workers is not None or mode is not None,

@@ -102,7 +102,7 @@ def train(
 
     Args:
         spec: the job.
-        name: of the run; default: the spec's, else the workload's module.
+        name: of the run; default: the spec's, else that of the workload's module.
         search: folders in which the workload's module is looked for; default: the working
             directory.
         restart: set an existing run of this name aside and start over from step 0.
