@@ -54,7 +54,7 @@ test-system: venv ## Runs the tests that need Debian packages, root or another u
 	tests/system/install
 	$(BIN)/python -m pytest $(IN_TWO) tests/system $(ROOT_TESTS) $(ARGS)
 
-bench: venv ## Measures step times against stock DDP
+bench: venv ## Measures step times against stock DDP; with ARGS="--parts NAMES" what else there is
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 lint: venv ## Checks style, types and the layers of the code

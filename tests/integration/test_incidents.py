@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from samestep import Outcome, load_spec, train
 from samestep.checkpoint.storage import Storage
+from samestep.exact.tree import shard_range
 from samestep.incidents.record import Incident
 from samestep.replay.summary import summarize
 from samestep.spec import JobSpec, changed_spec
@@ -155,7 +157,8 @@ def test_a_poisoned_sample(packed: dict[str, Any], tmp_path: Path) -> None:
     assert (data["step"], data["record"]["loss"]["hex"]) == (20, "nan")
     first = data["deep"]["first"]
     assert (first["name"], first["module"], first["shard"]) == ("0", "Linear", 2)
-    assert len(data["deep"]["samples"]) == 1
+    epoch = torch.randperm(250, generator=torch.Generator().manual_seed(1)).tolist()
+    assert [each["id"] for each in data["deep"]["samples"]] == [epoch[(20 - 16) * 16 + 9]]
 
 
 def test_an_exploding_learning_rate(packed: dict[str, Any], tmp_path: Path) -> None:
@@ -164,6 +167,19 @@ def test_an_exploding_learning_rate(packed: dict[str, Any], tmp_path: Path) -> N
     data = again(packed, "explodes", tmp_path, "--deep")
     assert data["step"] == incident.step
     assert data["deep"]["first"] is not None
+
+
+def test_a_worker_that_is_slow(cluster: None, tmp_path: Path) -> None:
+    """It has no bundle: a step of it computes what it would on any other worker."""
+    slow = {"args.slow_s": 0.2, "args.position": 9, "max_steps": 40, "epochs": None}
+    settings = {**slow, "incidents.straggler_after_s": 2.0}
+    outcome = train(job("faulty", settings, tmp_path), name="slow", search=[WORKLOADS / "faulty"])
+    [incident] = summarize(Storage.at(outcome.run)).incidents
+    rank = next(rank for rank in range(3) if 2 in shard_range(4, 3, rank))
+    assert (outcome.status, incident.kind, incident.world_rank) == ("done", "straggler", rank)
+    assert incident.host
+    assert incident.seen["ratio"] > 3
+    assert not Path(outcome.run, "incidents", incident.id, "bundle.json").exists()
 
 
 def test_a_bad_label(packed: dict[str, Any], tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ class Faulty(Workload):
         lr: learning rate of AdamW.
         dropout: share of hidden units that are dropped.
         pause_s: seconds that every worker waits before every step, to give a drill time.
+        slow_s: seconds that the worker with the sample at `position` waits in every step: a
+            straggler, for whom all others wait.
     """
 
     dimensions: ClassVar = {"index": (None,), "x": (None, NUM_FEATURES), "y": (None, 1)}
@@ -106,6 +108,7 @@ class Faulty(Workload):
         lr: float = 0.01,
         dropout: float = 0.1,
         pause_s: float = 0.0,
+        slow_s: float = 0.0,
     ) -> None:
         if not 0 <= position < batch_size:
             raise ValueError(f"position must be in 0..{batch_size - 1}, got {position}")
@@ -134,6 +137,7 @@ class Faulty(Workload):
         self.lr = lr
         self.dropout = dropout
         self.pause_s = pause_s
+        self.slow_s = slow_s
         self.step = 0
         self.victim: int | None = None
         self.growing = False
@@ -165,7 +169,7 @@ class Faulty(Workload):
         """Notes which sample of the step brings a fault; grows by one piece where that is due."""
         self.step = step
         self.victim = None
-        if self.due():
+        if self.due() or self.slow_s > 0:
             ids = self.ids_of(step)
             self.victim = ids[min(self.position, len(ids) - 1)]
         if self.pause_s > 0:
@@ -178,6 +182,8 @@ class Faulty(Workload):
         x, flips = batch["x"], False
         victim = self.victim
         if victim is not None and bool((batch["index"] == victim).any()):
+            if self.slow_s > 0:
+                threading.Event().wait(self.slow_s)
             for fault in self.due():
                 if fault == "nan":
                     x = torch.where(batch["index"].unsqueeze(1) == victim, math.nan, x)
