@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cases import Base, Rows
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from samestep import Loss, Schedule, Values
@@ -114,6 +114,43 @@ class Halved(Scored):
                 weight.mul_(2.0**17)  # type: ignore[operator,union-attr]
             elif step == 4:
                 weight.div_(2.0**17)  # type: ignore[operator,union-attr]
+
+
+class Together(Base):
+    """Tied weights, channels_last, BatchNorm, dropout and a cosine, with an evaluation."""
+
+    shape = (3, 6, 6)
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"size": 20, **kwargs})
+
+    def net(self) -> nn.Module:
+        net = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+            nn.Linear(16, 1),
+        ).to(memory_format=torch.channels_last)
+        net[5].weight = net[3].weight
+        return net
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
+        x = batch[0].to(memory_format=torch.channels_last)
+        return torch.nn.functional.mse_loss(model(x).float(), batch[1])
+
+    def scheduler(self, optimizer: Optimizer) -> Any:
+        return CosineAnnealingLR(optimizer, 8)
+
+    def evaluation_data(self) -> Dataset[Any] | None:
+        return Rows(7, self.shape)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        return {"error": (model(batch[0]) - batch[1]).square().flatten()}
 
 
 class Named(Base):

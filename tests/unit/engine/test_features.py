@@ -50,6 +50,9 @@ EARLY = feature(
     evaluate={"every_steps": 1, "every_epochs": 0},
     early_stop={"metric": "score", "order": "max", "patience": 3, "min_delta": 0.5},
 )
+TOGETHER = feature(
+    "Together", optimizer="fused", clip_norm=0.1, precision="bf16", ema={"decay": 0.7}
+)
 CASES: dict[str, dict[str, Any]] = {
     "by step": feature(schedule="step"),
     "by epoch": feature(schedule="epoch"),
@@ -62,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ema, fp16": feature("Halved", ema={"decay": 0.7}, precision="fp16", scaler=FP16),
     "groups": feature("Grouped", ema={"decay": 0.5}, schedule="epoch"),
     "early stop": EARLY,
+    "together": TOGETHER,
 }
 
 
@@ -92,6 +96,21 @@ def test_a_feature_gives_the_same_bits_in_every_place_and_over_a_stop_at_every_s
 def test_a_schedule_is_stepped_when_it_says(case: str, rates: list[float], train: Train) -> None:
     steps = train(CASES[case], "run").steps()
     assert [step.lr for step in steps] == [[0.05 * rate] for rate in rates]
+
+
+def test_the_case_with_everything_together_has_all_of_it_in_force(train: Train) -> None:
+    run = train(TOGETHER, "run", 2)
+    clip_norm = TOGETHER["clip_norm"]
+    assert all(step.grad_norm > clip_norm for step in run.steps())
+    cosine = [0.05 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(NUM_STEPS)]
+    assert [step.lr for step in run.steps()] == [[pytest.approx(rate)] for rate in cosine]
+    for ema in (True, False):
+        weights = load_weights(run.folder, ema=ema)
+        assert torch.equal(weights["3.weight"], weights["5.weight"])
+        assert weights["3.weight"].is_contiguous(memory_format=torch.channels_last)
+    averages = load_weights(run.folder)
+    assert not torch.equal(averages["3.weight"], weights["3.weight"])
+    assert train({**TOGETHER, "precision": "fp32"}, "fp32").digest != run.digest
 
 
 def test_a_run_goes_on_as_if_nothing_was_when_it_fails_between_evaluations_and_checkpoints(

@@ -47,6 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     "buckets": spec_of("Wide", shards=6, batch_size=12, clip_norm=0.2),
     "signs of zero": spec_of("Quiet", shards=5, args={"size": 23}),
     "memory": spec_of("Memory", shards=6),
+    "together": spec_of(
+        "feature_cases:Together", args={"optimizer": "fused"}, clip_norm=0.1, precision="bf16"
+    ),
     "sums of 2 threads": spec_of("Summing", threads=2),
 }
 
