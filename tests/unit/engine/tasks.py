@@ -91,6 +91,7 @@ def attempt(
     world_rank: int = 0,
     world_size: int = 1,
     num_devices: int = 1,
+    search: str = str(FOLDER),
 ) -> dict[str, Any]:
     """One attempt of a run, from its newest checkpoint on, as a launcher would start it.
 
@@ -101,7 +102,9 @@ def attempt(
     with target_of(run, dump_spec(parsed), f"{where}.s", world_rank, world_size) as target:
         while planned is Ending.ROLLED_BACK:
             group = f"{where}.{next(groups)}"
-            planned = _attempted(parsed, run, target, group, world_rank, world_size, num_devices)
+            planned = _attempted(
+                *(parsed, run, target, group, world_rank, world_size, num_devices), search=search
+            )
         status = target.call("status")
         return {
             "planned": planned,
@@ -191,6 +194,7 @@ def _attempted(
     num_devices: int,
     *,
     supervised: bool = False,
+    search: str = str(FOLDER),
 ) -> Ending:
     with group_of(where, world_rank, world_size) as group:
         place = Place(
@@ -198,7 +202,7 @@ def _attempted(
             devices=[torch.device("cpu")] * num_devices,
             peers=Peers(group),
             group=group,
-            search=[FOLDER],
+            search=[Path(search)],
             run_uri=run,
             target=target,
             supervised=supervised,
