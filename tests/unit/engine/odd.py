@@ -96,7 +96,8 @@ class Odd(Base):
                 model[0].weight.add_(1e-7)  # type: ignore[index,union-attr]
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        method = getattr(self, self.fault.replace(" ", "_"), None)
+        named = "odd_metric" if self.fault in METRICS else self.fault.replace(" ", "_")
+        method = getattr(self, named, None)
         if method is not None:
             return method(model, batch)
         return F.mse_loss(model(batch[0].float()), batch[1])
@@ -147,8 +148,10 @@ class Odd(Base):
     def first_weight_0(self, model: nn.Module, batch: Any) -> Loss:
         return Loss(value=F.mse_loss(model(batch[0]), batch[1]), weight=0)
 
-    def matrix_metric(self, model: nn.Module, batch: Any) -> Loss:
-        return Loss(value=F.mse_loss(model(batch[0]), batch[1]), metrics={"m": torch.eye(2)})
+    def odd_metric(self, model: nn.Module, batch: Any) -> Loss:
+        """The metric `m`, or all of them, as the fault says."""
+        made: Any = METRICS[self.fault] if self.now == self.at else {"m": 0.5}
+        return Loss(value=F.mse_loss(model(batch[0]), batch[1]), metrics=made)
 
     def freezes(self, model: nn.Module, batch: Any) -> Tensor:
         value = F.mse_loss(model(batch[0]), batch[1])
@@ -228,6 +231,19 @@ NETS: dict[str, Callable[[], Any]] = {
     "buffer grows": Growing,
     "lazy": lambda: nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(1)),
     "no model": lambda: _NotAModel(),
+}
+
+
+METRICS: dict[str, Any] = {
+    "matrix metric": {"m": torch.eye(2)},
+    "column metric": {"fine": 1.0, "m": torch.ones(3, 1)},
+    "complex metric": {"m": torch.ones(3, dtype=torch.complex64)},
+    "metric of none": {"m": None},
+    "metric of text": {"m": "0.5"},
+    "metric of a list": {"m": [0.5, 0.5]},
+    "metric without name": {7: 0.5},
+    "metrics of none": None,
+    "metrics in a list": [0.5],
 }
 
 

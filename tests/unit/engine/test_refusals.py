@@ -36,7 +36,6 @@ BEFORE_STEP_0 = {
     "number": ("WorkloadError", r"Odd\.loss must return a scalar tensor or .*Loss, got float"),
     "integer": ("WorkloadError", r"of a floating dtype, got shape \(\) of torch\.int64"),
     "negative weight": ("WorkloadError", r"returned the weight -1\.0 .*must be >= 0"),
-    "matrix metric": ("WorkloadError", r"metric 'm' must be a number or a 1-dim tensor.*\(2, 2\)"),
     "buffer grows": ("WorkloadError", r"buffer cache became \(2,\) of torch\.float32 in forward"),
     "misspelt": ("WorkloadError", r"dimensions of 'targets', which.*did you mean 'target'\?"),
     "lazy": ("WorkloadError", r"0\.weight, 0\.bias, 2\.weight, 2\.bias of Sequential have no sh"),
@@ -45,6 +44,17 @@ BEFORE_STEP_0 = {
     "order": ("WorkloadError", r"order\(0\) holds the index 99; allowed are 0 to 36"),
     "order of floats": ("WorkloadError", r"order\(0\) must give a flat sequence of integers"),
     "order raises": ("UserCodeError", r"Odd\.order\(0\) raised LookupError: .*no order"),
+}
+METRICS = {
+    "matrix metric": r"metric 'm' must be .* per sample, got shape \(2, 2\) of torch\.float32$",
+    "column metric": r"metric 'm' must be .* per sample, got shape \(3, 1\) of torch\.float32$",
+    "complex metric": r"metric 'm' must be .* per sample, got shape \(3,\) of torch\.complex64$",
+    "metric of none": r"metric 'm' must be a number or a 1-dim tensor with one value .*, got None$",
+    "metric of text": r"metric 'm' must be a number or a 1-dim tensor with one .*, got '0\.5'$",
+    "metric of a list": r"metric 'm' must be a number or a 1-dim .*, got \[0\.5, 0\.5\]$",
+    "metric without name": r"metrics must be a dict from names to numbers or .*, got \{7: 0\.5\}$",
+    "metrics of none": r"metrics must be a dict from names to numbers or 1-dim .*, got None$",
+    "metrics in a list": r"metrics must be a dict from names to numbers or .*, got \[0\.5\]$",
 }
 IN_MID_RUN = {
     "other dtype": ("BadBatchError", r"step 2, shard 0 is of another kind.*0: torch\.float64 with"),
@@ -60,8 +70,8 @@ IN_MID_RUN = {
 }
 
 
-def odd(fault: str, size: int = 37, **fields: Any) -> dict[str, Any]:
-    return spec_of("odd:Odd", args={"fault": fault, "size": size}, **fields)
+def odd(fault: str, size: int = 37, at: int = 2, **fields: Any) -> dict[str, Any]:
+    return spec_of("odd:Odd", args={"fault": fault, "size": size, "at": at}, **fields)
 
 
 @pytest.mark.parametrize("fault", BEFORE_STEP_0)
@@ -74,6 +84,17 @@ def test_it_is_refused_before_step_0(fault: str, failures: Failures) -> None:
 def test_it_is_refused_before_the_update_of_its_step(fault: str, failures: Failures) -> None:
     [found] = failures("engine", spec=odd(fault), num_steps=5)
     assert_told(found, IN_MID_RUN[fault])
+
+
+@pytest.mark.parametrize("fault", METRICS)
+def test_a_metric_that_is_no_number_is_refused_by_its_name_at_whatever_step_it_comes(
+    fault: str, failures: Failures
+) -> None:
+    for at in (0, 2):
+        spec = odd(fault, at=at)
+        [found] = failures("engine", spec=spec, num_steps=4)
+        assert_told(found, ("WorkloadError", METRICS[fault]))
+        assert f"Odd.loss, step {at}, shard 0: " in found[1]
 
 
 def assert_told(found: tuple[str, str], expected: tuple[str, str]) -> None:
