@@ -106,6 +106,9 @@ def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "all": of("calm", "--at", "0", "--steps", "8", "--json", *code),
         "told": of("poisoned", ids["poisoned"], *code),
         "threads": of("many", "--at", "1", "--threads", "2", *code),
+        "on cpu": of("calm", "--at", "7", "--device", "cpu", "--json", *code),
+        "no such device": of("calm", "--at", "7", "--device", "gpu", *code),
+        "no gpu": of("calm", "--at", "7", "--device", "cuda:0", *code),
         "changed": of("calm", "--at", "5", "--code", str(changed)),
         "changed raises": of(
             "calm", "--at", "5", "--set", f"args.raises={BAD}", "--steps", "3", *code

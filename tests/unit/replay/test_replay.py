@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from planted_runs import BAD, ENDED, Result, Runs, fresh
 
 from samestep.errors import ExitStatus
@@ -176,6 +177,19 @@ def test_a_run_tells_the_dtypes_of_its_model_by_which_it_is_judged(runs: Runs) -
     assert told["informational"]["dtypes"] == ["float32"]
 
 
+def test_a_run_made_on_cpu_is_reproduced_on_the_device_of_that_name(
+    replayed: dict[str, Result],
+) -> None:
+    found = replayed["on cpu"]
+    assert (found.status, found.data["verdict"]) == (0, "reproduced")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_here_is_told(replayed: dict[str, Result]) -> None:
+    assert replayed["no gpu"].status == 12
+    assert "--device cuda:0: there is no GPU here" in replayed["no gpu"].err
+
+
 def test_changed_code_is_not_reproduced_and_the_first_difference_is_told(
     replayed: dict[str, Result],
 ) -> None:
@@ -217,6 +231,7 @@ def test_what_if_shows_the_step_under_both_jobs(replayed: dict[str, Result]) -> 
         ("behind", "the checkpoint after 4 steps lies behind step 2"),
         ("beyond", "has no step 9: its ledger holds 9 steps"),
         ("no such option", "optimizer.rate: SGD has no such option; it has: lr, momentum, "),
+        ("no such device", "--device takes cpu, cuda or cuda:N; got 'gpu'"),
         ("a bundle is one step", "one.zip is a bundle, which holds one step and one state"),
         ("both", "give the id of an incident, or --at STEP; incidents of"),
     ],
