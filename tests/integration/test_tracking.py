@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,20 @@ from samestep import Outcome, train
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.names import LEDGER_ARTIFACT, Event, Series, Tag
+from samestep.replay.report_delivery import deliver
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.telemetry.mlflow_client import load_mlflow
 from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import EventRecord, StepRecord
 from samestep.telemetry.sinks import SinkPlan, deliver_rest, plan_sinks
-from samestep.telemetry.tracking_file import read_tracked
+from samestep.telemetry.tracking_file import read_tracked, write_tracked
 
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
 JOB = {"workload": "digits:Digits", "batch_size": 8, "shards": 2, "max_steps": 100}
 NO_METRICS = {"enabled": False}
+INCIDENT = "exception-step-00000002-attempt-1"
+REPORT = (f"incidents/{INCIDENT}/report.html", INCIDENT)
+"""Where the report lies, and the incident that it is of."""
 NUMERICS = {"binding": {"torch": "2.13"}, "informational": {}}
 
 pytestmark = pytest.mark.timeout(400)
@@ -386,6 +391,65 @@ def test_what_a_run_that_is_over_could_not_deliver_is_delivered_on_request(
     assert run.info.status == "FINISHED"
     assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == [0, 1, 2]
     assert deliver_rest(later.plan(), later.uri, **known) == []
+
+
+def delivered(story: Story) -> Storage:
+    """The directory of a run of two steps that is whole in MLflow."""
+    story.open()
+    story.begin(0)
+    story.steps(0, 2)
+    story.finish(step=2)
+    story.recorder.close()
+    return Storage.at(story.uri)
+
+
+def test_the_report_of_an_incident_is_an_artifact_equal_to_the_file_beside_the_incident(
+    tmp_path: Path, make_story: MakeStory
+) -> None:
+    run = delivered(make_story())
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    there = only_run(uri)
+    name, incident = REPORT
+    for page in ("<p>the first</p>", "<p>h\u00fcbsch, made once more</p>\n"):
+        assert deliver(run, incident, page) == [
+            f"report: {run.uri}/{name}",
+            f"report: artifact {name} of MLflow run {there.info.run_id} at {uri}",
+        ]
+        found = load_mlflow().artifacts.download_artifacts(
+            f"{there.info.artifact_uri}/{name}", dst_path=str(tmp_path / "found")
+        )
+        assert Path(found).read_bytes() == run.read(name) == page.encode()
+    after = only_run(uri)
+    assert (after.info.run_id, after.info.status) == (there.info.run_id, "FINISHED")
+
+
+def test_a_report_that_mlflow_can_not_take_stays_with_the_run_and_one_line_tells_why(
+    tmp_path: Path, make_story: MakeStory
+) -> None:
+    run = delivered(make_story())
+    database = tmp_path / "runs" / "mlflow.db"
+    uri = f"sqlite:///{database}"
+    client = load_mlflow().MlflowClient(tracking_uri=uri)
+    there, tracked = only_run(uri), read_tracked(run)
+    assert tracked is not None
+    name, incident = REPORT
+
+    def told_why(page: str) -> str:
+        own, told = deliver(run, incident, page)
+        assert own == f"report: {run.uri}/{name}"
+        assert run.read(name) == page.encode()
+        return told.removeprefix("the report is not in MLflow: ")
+
+    write_tracked(run, replace(tracked, uri=f"http://127.0.0.1:{free_port()}"))
+    assert told_why("no server").startswith("no answer: ")
+    write_tracked(run, tracked)
+    client.delete_run(there.info.run_id)
+    assert told_why("no run").startswith("there is no run ")
+    # Nothing is made in MLflow for the report's sake.
+    assert client.search_runs([there.info.experiment_id]) == []
+    database.unlink()
+    assert told_why("no file") == f"there is no file {uri}"
+    assert not database.exists()
 
 
 def test_the_ui_shows_the_runs_until_a_signal_and_leaves_nothing_behind(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from samestep.checkpoint.storage import Storage
-from samestep.errors import StorageError
+from samestep.errors import SamestepError, StorageError
 from samestep.names import INCIDENTS_DIR, REPORT_FILE
-from samestep.telemetry.mlflow_client import MlflowRun, TrackingError
+from samestep.telemetry.tracked_run import find_in_mlflow
 from samestep.telemetry.tracking_file import read_tracked
 
 
@@ -29,14 +29,7 @@ def _to_mlflow(run: Storage, name: str, data: bytes) -> list[str]:
         tracked = read_tracked(run)
         if tracked is None or tracked.run_id is None:
             return []
-        MlflowRun(
-            tracked.uri,
-            experiment=tracked.experiment,
-            artifact_root=None,
-            key=tracked.key,
-            name=run.root.rpartition("/")[2],
-            run_id=tracked.run_id,
-        ).log_file(name, data)
-    except (StorageError, TrackingError) as error:
+        find_in_mlflow(run, tracked).log_file(name, data)
+    except SamestepError as error:
         return [f"the report is not in MLflow: {error}"]
     return [f"report: artifact {name} of MLflow run {tracked.run_id} at {tracked.uri}"]

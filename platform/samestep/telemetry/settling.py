@@ -12,18 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import SamestepError
-from samestep.names import DIED, Env, RunState, Tag
+from samestep.names import DIED, RunState, Tag
 from samestep.telemetry import lease as leases
-from samestep.telemetry.identity import read_result, read_spec
-from samestep.telemetry.mlflow_client import MlflowRun, NoSuchRunError, TrackingError
+from samestep.telemetry.identity import read_result
+from samestep.telemetry.mlflow_client import NoSuchRunError
 from samestep.telemetry.mlflow_delivery import KILLED, RUNNING, STATUS
-from samestep.telemetry.tracking_file import Tracked, read_tracked, without_password, write_tracked
+from samestep.telemetry.tracked_run import find_in_mlflow
+from samestep.telemetry.tracking_file import Tracked, read_tracked, write_tracked
 
 RETRY_S: Final = 60.0
 """Least time between two tries at a run whose MLflow is away."""
@@ -94,36 +93,12 @@ def _end_in_mlflow(
     environ: Mapping[str, str],
     now: Callable[[], float],
 ) -> None:
-    uri = _address(run, tracked, environ)
-    if not _may_exist(uri):
-        raise TrackingError(f"there is no file {uri}")
     try:
-        there = MlflowRun(
-            uri,
-            experiment=tracked.experiment,
-            artifact_root=None,
-            key=tracked.key,
-            name="",
-            run_id=tracked.run_id,
-            make=False,
-        )
+        there = find_in_mlflow(run, tracked, environ=environ)
     except NoSuchRunError:  # deleted there, or never made: nothing is left open
         return
     there.set_tags({str(Tag.STATUS): tag})
     there.set_status(status, tracked.time_ms or int(now() * 1000))
-
-
-def _address(run: Storage, tracked: Tracked, environ: Mapping[str, str]) -> str:
-    """The store's URI with its password, as far as that is still to be had."""
-    given = (read_spec(run).tracking.uri, environ.get(Env.MLFLOW_TRACKING_URI))
-    return next((u for u in given if u and without_password(u) == tracked.uri), tracked.uri)
-
-
-def _may_exist(uri: str) -> bool:
-    """False for a SQLite file that is gone, which looking for the run would make anew."""
-    if not uri.startswith("sqlite:"):
-        return True
-    return Path("/" + urlsplit(uri).path.lstrip("/")).exists()
 
 
 def main(uris: list[str]) -> None:
