@@ -32,6 +32,7 @@ without the latter page faults make one engine or another slower, by chance, in 
     recovery      (only when asked for by --parts) seconds without a new step after a killed worker:
                   samestep, torchrun's elastic restart and plain Ray Train; and of samestep when all
                   workers die, and when a node dies, joins or is drained
+    incidents     (only when asked for by --parts) what judging and recording each step costs
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from incidents import BARE
 from launches import LaunchError, launch
 from models import MODELS
 from ratios import save_rows, step_rows
@@ -60,6 +62,7 @@ from report import (
     print_recovery,
     print_steps,
     print_telemetry,
+    print_watching,
 )
 from rich.console import Console
 from whole_runs import telemetry_rows, telemetry_times
@@ -68,7 +71,7 @@ from samestep.cluster.environment import prepare_ray
 
 BASES = ("plain, default flags", "plain, bucket view")
 DEFAULT_PARTS = ("steps", "profile", "counts", "dataparallel")
-PARTS = (*DEFAULT_PARTS, "telemetry", "outage", "load", "checkpoints", "recovery")
+PARTS = (*DEFAULT_PARTS, "telemetry", "outage", "load", "checkpoints", "recovery", "incidents")
 
 # By number of workers, numbers of shards: powers of two and others, aligned and not.
 COUNTED = {1: [1, 2, 4, 6], 2: [2, 4, 6, 8, 12], 3: [3, 8, 12, 16], 4: [4, 8, 12, 105]}
@@ -83,6 +86,8 @@ CHECKPOINT_WORKERS = (1, 2)
 CHECKPOINT_ROUNDS = 5
 RECOVERY_MODELS = ("chargpt",)
 RECOVERY_KILLS = 10
+WATCHED_MODELS = ("mlp", "chargpt")
+WATCHED_ROUNDS_SHARE = 5
 
 QUICK = {"launches": 1, "rounds": 10}
 
@@ -110,6 +115,7 @@ class Bench:
             "outage": self._outage,
             "load": self._load,
             "checkpoints": self._checkpoints,
+            "incidents": self._incidents,
         }
         for name in self._options.parts:
             parts[name]()
@@ -246,6 +252,20 @@ class Bench:
             found = {**task, "workers": workers, **save_rows(launches), "launches_s": launches}
             self.found["checkpoints"].append(found)
             print_checkpoints(self._console, found)
+
+    def _incidents(self) -> None:
+        found: dict[str, Any] = {"watching": []}
+        self.found["incidents"] = found
+        for name in WATCHED_MODELS:
+            if name not in self._options.models:
+                continue
+            rounds = max(1, self._options.rounds // WATCHED_ROUNDS_SHARE)
+            task = {"kind": "watching", "model": name, "rounds": rounds}
+            launches = self._launches(task)
+            row = {**task, "workers": self._options.workers, "launches_s": launches}
+            row["engines"] = step_rows(launches, [BARE])
+            found["watching"].append(row)
+            print_watching(self._console, row, BARE)
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from samestep.engine.feed import Feed
 from samestep.engine.peers import Peers
 from samestep.engine.setup import Built, before_step, build, make_replicas
 from samestep.engine.step import Reduced, StepEngine
-from samestep.engine.update import apply_update
+from samestep.engine.update import Updated, apply_update
 from samestep.exact.order import ShardPlan
 from samestep.spec import JobSpec
 
@@ -40,6 +40,7 @@ class Contender:
         takes_part: this worker has something to do in it.
         every: it takes part in one round of so many,
         turn: in those whose number leaves this remainder.
+        settle: called behind its step, beside the clock.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Contender:
     takes_part: bool = True
     every: int = 1
     turn: int = 0
+    settle: Callable[[], object] = lambda: None
 
 
 class Batches:
@@ -116,14 +118,27 @@ class Samestep:
 
     def step(self, number: int, before_update: Callable[[], None] = lambda: None) -> Reduced:
         """Takes a step; calls `before_update` where the training loop waits for a copy."""
-        spec, built, engine = self.spec, self.built, self.engine
-        before_step(spec, built.workload, engine.replicas, number)
-        plans = built.order.shards_of(number % NUM_BATCHES)
-        reduced = engine.compute(number, plans, self.batches.take, 0)
+        reduced = self.compute(number, self.plans(number))
         before_update()
-        apply_update(spec, built.parts, reduced.parameters, step=number, device=engine.main.device)
-        engine.sync_replicas()
+        self.update(number, reduced)
         return reduced
+
+    def plans(self, number: int) -> list[ShardPlan]:
+        """The shards of a step."""
+        return self.built.order.shards_of(number % NUM_BATCHES)
+
+    def compute(self, number: int, plans: list[ShardPlan], delivered: int = 0) -> Reduced:
+        """A step up to its update; `delivered` as the engine takes it."""
+        before_step(self.spec, self.built.workload, self.engine.replicas, number)
+        return self.engine.compute(number, plans, self.batches.take, 0, delivered)
+
+    def update(self, number: int, reduced: Reduced, **options: Any) -> Updated:
+        """The update of a step; options are those of `apply_update`."""
+        device = self.engine.main.device
+        parts, parameters = self.built.parts, reduced.parameters
+        updated = apply_update(self.spec, parts, parameters, step=number, device=device, **options)
+        self.engine.sync_replicas()
+        return updated
 
 
 def plain_ddp(

@@ -13,6 +13,7 @@ TARGET = 1.05
 AIM = 1.02
 MAX_LEDGER_BYTES = 100e6
 MAX_DRAIN_S = 60.0
+WATCHED_TARGET = 1.01
 HELD_UP_TARGETS = {1: 0.2, 2: 0.1}
 
 
@@ -180,6 +181,30 @@ def print_checkpoints(console: Console, found: Mapping[str, Any]) -> None:
     console.print(f"{told}most {TARGET} is {said}")
     mean = spread_text(found["mean_step_while_writing_over_step"])
     console.print(f"in the mean, with the step that shares its time with the copy: {mean}")
+
+
+def print_watching(console: Console, found: Mapping[str, Any], base: str) -> None:
+    """What it costs to look for incidents."""
+    table = _table(
+        f"{found['model']}, {found['workers']} workers: what watching costs",
+        "beside the training",
+        "step, ms",
+        f"over {base}",
+    )
+    judged = []
+    for row in found["engines"]:
+        ratio = row["ratios"].get(base)
+        table.add_row(
+            row["engine"],
+            spread_text(row["step_ms"], digits=1),
+            "" if ratio is None else spread_text(ratio),
+        )
+        if ratio is not None:
+            said = "reached" if ratio["median"] <= WATCHED_TARGET else "MISSED"
+            judged.append(f"{row['engine']}: at most {WATCHED_TARGET} is {said}")
+    console.print(table)
+    for line in judged:
+        console.print(f"{found['model']}, {line}")
 
 
 def spread_text(spread: Mapping[str, float], *, digits: int = 3) -> str:

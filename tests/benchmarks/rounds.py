@@ -14,7 +14,9 @@ Times = dict[str, list[float | None]]
 """Seconds by name of the engine, one per round; None where it was left out."""
 
 
-def alternate(contenders: Sequence[Contender], num_rounds: int) -> dict[str, Times]:
+def alternate(
+    contenders: Sequence[Contender], num_rounds: int, *, warm_up: int = WARM_UP_ROUNDS
+) -> dict[str, Times]:
     """Times one step of each engine per round, all workers at once.
 
     Every step starts from a barrier. Its wall time is that of the slowest worker, its CPU time
@@ -25,9 +27,9 @@ def alternate(contenders: Sequence[Contender], num_rounds: int) -> dict[str, Tim
     """
     wall: Times = {contender.name: [] for contender in contenders}
     cpu: Times = {contender.name: [] for contender in contenders}
-    for number in range(WARM_UP_ROUNDS + num_rounds):
+    for number in range(warm_up + num_rounds):
         for contender in _turned(contenders, number):
-            if number >= WARM_UP_ROUNDS and number % contender.every != contender.turn:
+            if number >= warm_up and number % contender.every != contender.turn:
                 wall[contender.name].append(None)
                 cpu[contender.name].append(None)
                 continue
@@ -36,7 +38,8 @@ def alternate(contenders: Sequence[Contender], num_rounds: int) -> dict[str, Tim
             if contender.takes_part:
                 contender.step(number)
             elapsed, used = time.perf_counter() - started, time.process_time() - cpu_started
-            if number >= WARM_UP_ROUNDS:
+            contender.settle()
+            if number >= warm_up:
                 wall[contender.name].append(elapsed)
                 cpu[contender.name].append(used)
     dist.barrier()

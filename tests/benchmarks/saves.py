@@ -56,11 +56,11 @@ def checkpoints(task: Task) -> Any:
     assert group is not None
     exact = Samestep(model, spec, Batches(model, spec, (CPU,)), group if workers > 1 else None)
     peers = Peers(group if workers > 1 else None)
-    with _folder(peers, task["folder"]) as folder:
+    with shared_folder(peers, task["folder"]) as folder:
         found = _samestep(exact, spec, peers, folder, task["rounds"])
         tensors = collect(exact.built.parts, step=0, extras={}).tensors
         found["state_bytes"] = sum(t.numel() * t.element_size() for t in tensors.values())
-        found["torch_save_s"] = _torch_save(tensors, peers, folder, task["rounds"])
+        found["torch_save_s"] = torch_save(tensors, peers, folder, task["rounds"])
         found["async_save_s"] = _async_save(tensors, group, peers, folder, task["rounds"])
     exact.engine.close()
     return found
@@ -75,7 +75,7 @@ def _samestep(
     address = str(folder / "recorder")
     yaml = dump_spec(spec)
     with target_of(run.uri, yaml, address, peers.world_rank, peers.world_size) as target:
-        attempt = _begun(target, peers)
+        attempt = begun(target, peers)
         link = Link(target, attempt, "0") if is_first else None
         saving = _saving(exact, spec, peers, run, target, link, attempt)
         try:
@@ -148,7 +148,7 @@ def _saving(
     )
 
 
-def _torch_save(tensors: dict[str, Tensor], peers: Peers, folder: Path, rounds: int) -> list[float]:
+def torch_save(tensors: dict[str, Tensor], peers: Peers, folder: Path, rounds: int) -> list[float]:
     """In line, by worker 0, as a plain script does."""
     taken_s = []
     for number in range(rounds):
@@ -185,7 +185,7 @@ def _async_save(
     return taken_s
 
 
-def _begun(target: Target, peers: Peers) -> int:
+def begun(target: Target, peers: Peers) -> int:
     attempt = 0
     if peers.world_rank == 0:
         info = {"start_step": 0, "mode": "ddp", "world_size": peers.world_size, "numerics": {}}
@@ -209,7 +209,7 @@ def _record(step: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _folder(peers: Peers, parent: str | None) -> Iterator[Path]:
+def shared_folder(peers: Peers, parent: str | None) -> Iterator[Path]:
     """One folder for all workers, on the disk that is measured."""
     made = tempfile.mkdtemp(prefix="samestep-bench-", dir=parent) if peers.world_rank == 0 else ""
     folder = Path(str(peers.gather(made)()[0]))

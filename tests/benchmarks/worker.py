@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from contenders import CPU, Batches, Contender, Samestep, plain_ddp
 from gpus import gpu_contenders
+from incidents import watching
 from models import MODELS, Model
 from rounds import WARM_UP_ROUNDS, alternate
 from saves import checkpoints
@@ -150,6 +151,7 @@ TASKS: dict[str, Callable[[Task], Any]] = {
     "counts": counts,
     "dataparallel": dataparallel,
     "checkpoints": checkpoints,
+    "watching": watching,
 }
 
 

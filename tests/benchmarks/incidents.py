@@ -1,0 +1,183 @@
+"""What it costs to watch for incidents: each step judged and recorded, as the training loop does.
+
+The contenders share one engine, so that nothing but the watching differs, and take turns by blocks
+of steps: the link delivers behind the training, about once a second, and what it takes must fall
+into the steps that are recorded. The recorder has a process of its own, as under Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from contenders import CPU, Batches, Contender, Samestep, Step
+from models import MODELS
+from rounds import Times, alternate
+from saves import begun, shared_folder
+
+from samestep.checkpoint.storage import Storage
+from samestep.engine.detection import Detection
+from samestep.engine.peers import Peers
+from samestep.engine.recording import Recording, step_record, step_timing, values_of
+from samestep.exact import numerics
+from samestep.exact.ranges import NONE
+from samestep.incidents.record import Incident
+from samestep.spec import JobSpec, dump_spec
+from samestep.telemetry.link import Link, Target
+from samestep.telemetry.timesheet import Timesheet
+
+# The recorder that several processes share in the tests serves here as well.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "unit" / "engine"))
+
+from relay import target_of
+
+BLOCK_STEPS = 10
+INTERVAL_S = 0.5
+"""Of the link: half of what it is, for a block is hardly longer than that."""
+SERVE_S = 900.0
+CLOSE_S = 10.0
+BARE = "neither"
+WATCHED = "detectors and recording"
+
+Task = dict[str, Any]
+
+
+def watching(task: Task) -> dict[str, Times]:
+    """Step times by what is done beside them, the mean of a block per round."""
+    with _training(task) as training:
+        contenders = [
+            Contender(name=BARE, step=_blocks(training.exact.step), model=None),
+            Contender(
+                name=WATCHED,
+                step=_blocks(training.watched.step),
+                model=None,
+                settle=training.watched.settle,
+            ),
+        ]
+        found = alternate(contenders, task["rounds"], warm_up=1)
+    return {kind: {name: _per_step(of[name]) for name in of} for kind, of in found.items()}
+
+
+class Watched:
+    """Takes steps of an engine as the training loop does: judged, and recorded by worker 0."""
+
+    def __init__(self, exact: Samestep, peers: Peers, target: Target) -> None:
+        attempt, is_first = begun(target, peers), peers.world_rank == 0
+        self._exact, self._peers = exact, peers
+        self._link = Link(target, attempt, "0", interval_s=INTERVAL_S) if is_first else None
+        self._recording = Recording(self._link, attempt)
+        self._timesheet = Timesheet()
+        self._detection = Detection(
+            exact.spec,
+            state=None,
+            left_out=NONE,
+            num_rollbacks=0,
+            target=target,
+            attempt=attempt,
+            tells=is_first,
+        )
+
+    def step(self, number: int) -> None:
+        """Takes the step of a number; each follows the one before."""
+        exact, began_s, waited_s = self._exact, time.perf_counter(), self._peers.wait_s
+        plans = exact.plans(number)
+        reduced = exact.compute(number, plans, self._recording.delivered)
+        judged = partial(self._detection.leaves_out, number, reduced, self._keep)
+        updated = exact.update(number, reduced, leaves_out=judged)
+        values = values_of(number, plans[0].epoch, reduced, updated)
+        self._recording.note_delivered(reduced.delivered)
+        self._recording.require_current()
+        waited_s = reduced.traffic.wait_s + self._peers.wait_s - waited_s
+        lap = self._timesheet.lap(waited_s=waited_s)
+        timing = step_timing(reduced, lap, began_s=began_s, data_wait_s=0.0)
+        ids = [list(plan.ids) for plan in plans]
+        self._recording.step(
+            step_record(values, ids=ids, reduced=reduced, digest=None, timing=timing)
+        )
+        model = exact.built.parts.model
+        self._detection.look_at_weights(model, number, lambda incident: None)
+
+    def settle(self) -> None:
+        """Waits until all is in the ledger."""
+        if self._link is not None:
+            self._link.flush()
+
+    def close(self) -> None:
+        """Ends the link."""
+        if self._link is not None:
+            self._link.close()
+
+    def _keep(self, incident: Incident, grad_norm: float, applied: bool) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    exact: Samestep
+    watched: Watched
+
+
+@contextlib.contextmanager
+def _training(task: Task) -> Iterator[_Training]:
+    model, workers = MODELS[task["model"]], dist.get_world_size()
+    spec = model.spec(shards=workers, workers=workers, threads=task["threads"])
+    numerics.pin(spec)
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    exact = Samestep(model, spec, Batches(model, spec, (CPU,)), group if workers > 1 else None)
+    peers = Peers(group if workers > 1 else None)
+    with shared_folder(peers, None) as folder, _recorder(spec, folder, peers) as target:
+        watched = Watched(exact, peers, target)
+        try:
+            yield _Training(exact=exact, watched=watched)
+        finally:
+            watched.close()
+    exact.engine.close()
+
+
+@contextlib.contextmanager
+def _recorder(spec: JobSpec, folder: Path, peers: Peers) -> Iterator[Target]:
+    """A recorder in a process of its own, which takes part as one worker more."""
+    run, yaml, address = Storage.at(str(folder / "run")).uri, dump_spec(spec), folder / "recorder"
+    place, size = (run, yaml, str(address)), peers.world_size + 1
+    if peers.world_rank > 0:
+        with target_of(*place, peers.world_rank, size) as target:
+            yield target
+        return
+    context = multiprocessing.get_context("spawn")
+    over = context.Event()
+    process = context.Process(target=_serve, args=(place, size, over), daemon=True)
+    process.start()
+    try:
+        with target_of(*place, size - 1, size) as target:
+            yield target
+    finally:
+        over.set()
+        process.join(CLOSE_S)
+
+
+def _serve(place: tuple[str, str, str], size: int, over: Any) -> None:
+    with target_of(*place, 0, size):
+        over.wait(SERVE_S)
+
+
+def _blocks(step: Step) -> Step:
+    """Takes a block of steps as one."""
+
+    def block(number: int) -> None:
+        for inner in range(BLOCK_STEPS):
+            step(BLOCK_STEPS * number + inner)
+
+    return block
+
+
+def _per_step(blocks: list[float | None]) -> list[float | None]:
+    return [None if block is None else block / BLOCK_STEPS for block in blocks]
