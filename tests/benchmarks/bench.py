@@ -32,7 +32,8 @@ without the latter page faults make one engine or another slower, by chance, in 
     recovery      (only when asked for by --parts) seconds without a new step after a killed worker:
                   samestep, torchrun's elastic restart and plain Ray Train; and of samestep when all
                   workers die, and when a node dies, joins or is drained
-    incidents     (only when asked for by --parts) what judging and recording each step costs
+    incidents     (only when asked for by --parts) what judging and recording each step costs,
+                  and an audit every 10 steps with one shard per worker
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from incidents import BARE
+from incidents import AUDITED, BARE, BLOCK_STEPS, WATCHED
 from launches import LaunchError, launch
 from models import MODELS
 from ratios import save_rows, step_rows
@@ -88,6 +89,8 @@ RECOVERY_MODELS = ("chargpt",)
 RECOVERY_KILLS = 10
 WATCHED_MODELS = ("mlp", "chargpt")
 WATCHED_ROUNDS_SHARE = 5
+# The step of a block that is audited takes a shard once more: as long as another step, at most.
+WATCHED_LIMITS = {WATCHED: 1.01, AUDITED: 1 + 1 / BLOCK_STEPS}
 
 QUICK = {"launches": 1, "rounds": 10}
 
@@ -265,7 +268,7 @@ class Bench:
             row = {**task, "workers": self._options.workers, "launches_s": launches}
             row["engines"] = step_rows(launches, [BARE])
             found["watching"].append(row)
-            print_watching(self._console, row, BARE)
+            print_watching(self._console, row, BARE, WATCHED_LIMITS)
 
 
 def main() -> int:

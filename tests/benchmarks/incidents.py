@@ -1,4 +1,4 @@
-"""What it costs to watch for incidents: each step judged and recorded, as the training loop does.
+"""What it costs to watch for incidents: each step judged and recorded, or some of them audited.
 
 The contenders share one engine, so that nothing but the watching differs, and take turns by blocks
 of steps: the link delivers behind the training, about once a second, and what it takes must fall
@@ -46,6 +46,7 @@ SERVE_S = 900.0
 CLOSE_S = 10.0
 BARE = "neither"
 WATCHED = "detectors and recording"
+AUDITED = f"an audit every {BLOCK_STEPS} steps"
 
 Task = dict[str, Any]
 
@@ -61,6 +62,7 @@ def watching(task: Task) -> dict[str, Times]:
                 model=None,
                 settle=training.watched.settle,
             ),
+            Contender(name=AUDITED, step=_blocks(_audited(training.exact)), model=None),
         ]
         found = alternate(contenders, task["rounds"], warm_up=1)
     return {kind: {name: _per_step(of[name]) for name in of} for kind, of in found.items()}
@@ -167,6 +169,20 @@ def _recorder(spec: JobSpec, folder: Path, peers: Peers) -> Iterator[Target]:
 def _serve(place: tuple[str, str, str], size: int, over: Any) -> None:
     with target_of(*place, 0, size):
         over.wait(SERVE_S)
+
+
+def _audited(exact: Samestep) -> Step:
+    """The engine's step with audits: of each block the last one has one."""
+    incidents = exact.spec.incidents.model_copy(update={"audit_every": BLOCK_STEPS})
+    plain, audited = exact.spec, exact.spec.model_copy(update={"incidents": incidents})
+
+    def step(number: int) -> None:
+        exact.engine.spec = audited
+        reduced = exact.step(number)
+        exact.engine.spec = plain
+        assert (reduced.audit_s is not None) == ((number + 1) % BLOCK_STEPS == 0)
+
+    return step
 
 
 def _blocks(step: Step) -> Step:
