@@ -33,7 +33,8 @@ without the latter page faults make one engine or another slower, by chance, in 
                   samestep, torchrun's elastic restart and plain Ray Train; and of samestep when all
                   workers die, and when a node dies, joins or is drained
     incidents     (only when asked for by --parts) what judging and recording each step costs,
-                  and an audit every 10 steps with one shard per worker
+                  and an audit every 10 steps with one shard per worker; how soon the bundle of
+                  an incident is whole, and what another worker notices of that
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ import torch
 from incidents import AUDITED, BARE, BLOCK_STEPS, WATCHED
 from launches import LaunchError, launch
 from models import MODELS
-from ratios import save_rows, step_rows
+from ratios import bundle_row, save_rows, step_rows
 from report import (
+    print_bundles,
     print_checkpoints,
     print_counts,
     print_dataparallel,
@@ -89,6 +91,8 @@ RECOVERY_MODELS = ("chargpt",)
 RECOVERY_KILLS = 10
 WATCHED_MODELS = ("mlp", "chargpt")
 WATCHED_ROUNDS_SHARE = 5
+BUNDLE_MODELS = ("mlp", "digits")
+BUNDLE_ROUNDS = 3
 # The step of a block that is audited takes a shard once more: as long as another step, at most.
 WATCHED_LIMITS = {WATCHED: 1.01, AUDITED: 1 + 1 / BLOCK_STEPS}
 
@@ -269,6 +273,16 @@ class Bench:
             row["engines"] = step_rows(launches, [BARE])
             found["watching"].append(row)
             print_watching(self._console, row, BARE, WATCHED_LIMITS)
+        found["bundles"] = []
+        for name in BUNDLE_MODELS:
+            if name not in self._options.models:
+                continue
+            rounds = min(self._options.rounds, BUNDLE_ROUNDS)
+            task = {"kind": "bundles", "model": name, "rounds": rounds}
+            launches = self._launches(task)
+            row = {**task, "workers": self._options.workers, **bundle_row(launches)}
+            found["bundles"].append({**row, "launches_s": launches})
+            print_bundles(self._console, row)
 
 
 def main() -> int:

@@ -11,8 +11,8 @@ import contextlib
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from samestep.engine.recording import Recording, step_record, step_timing, value
 from samestep.exact import numerics
 from samestep.exact.ranges import NONE
 from samestep.incidents.record import Incident
-from samestep.spec import JobSpec, dump_spec
+from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.telemetry.link import Link, Target
 from samestep.telemetry.timesheet import Timesheet
 
@@ -53,7 +53,7 @@ Task = dict[str, Any]
 
 def watching(task: Task) -> dict[str, Times]:
     """Step times by what is done beside them, the mean of a block per round."""
-    with _training(task) as training:
+    with training_of(task) as training:
         contenders = [
             Contender(name=BARE, step=_blocks(training.exact.step), model=None),
             Contender(
@@ -69,7 +69,11 @@ def watching(task: Task) -> dict[str, Times]:
 
 
 class Watched:
-    """Takes steps of an engine as the training loop does: judged, and recorded by worker 0."""
+    """Takes steps of an engine as the training loop does: judged, and recorded by worker 0.
+
+    Attributes:
+        keep: told each incident, in worker 0, and the records that may not be in the ledger.
+    """
 
     def __init__(self, exact: Samestep, peers: Peers, target: Target) -> None:
         attempt, is_first = begun(target, peers), peers.world_rank == 0
@@ -77,7 +81,8 @@ class Watched:
         self._link = Link(target, attempt, "0", interval_s=INTERVAL_S) if is_first else None
         self._recording = Recording(self._link, attempt)
         self._timesheet = Timesheet()
-        self._detection = Detection(
+        self.keep: Callable[[Incident, Sequence[Any]], None] = lambda incident, records: None
+        self.detection = Detection(
             exact.spec,
             state=None,
             left_out=NONE,
@@ -87,12 +92,18 @@ class Watched:
             tells=is_first,
         )
 
-    def step(self, number: int) -> None:
-        """Takes the step of a number; each follows the one before."""
+    def step(self, number: int, loss: float | None = None) -> None:
+        """Takes the step of a number; each follows the one before.
+
+        Args:
+            number: of the step.
+            loss: what the detectors are told instead of its own.
+        """
         exact, began_s, waited_s = self._exact, time.perf_counter(), self._peers.wait_s
         plans = exact.plans(number)
         reduced = exact.compute(number, plans, self._recording.delivered)
-        judged = partial(self._detection.leaves_out, number, reduced, self._keep)
+        told = reduced if loss is None else replace(reduced, loss=loss)
+        judged = partial(self.detection.leaves_out, number, told, self._keep)
         updated = exact.update(number, reduced, leaves_out=judged)
         values = values_of(number, plans[0].epoch, reduced, updated)
         self._recording.note_delivered(reduced.delivered)
@@ -105,7 +116,7 @@ class Watched:
             step_record(values, ids=ids, reduced=reduced, digest=None, timing=timing)
         )
         model = exact.built.parts.model
-        self._detection.look_at_weights(model, number, lambda incident: None)
+        self.detection.look_at_weights(model, number, lambda incident: None)
 
     def settle(self) -> None:
         """Waits until all is in the ledger."""
@@ -118,38 +129,50 @@ class Watched:
             self._link.close()
 
     def _keep(self, incident: Incident, grad_norm: float, applied: bool) -> None:
-        """Nothing is kept."""
+        self.keep(incident, self._recording.rest())
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Training:
+class Training:
+    """What a worker of a group trains with, and where."""
+
     exact: Samestep
     watched: Watched
+    peers: Peers
+    target: Target
+    run: Storage
+    folder: Path
 
 
 @contextlib.contextmanager
-def _training(task: Task) -> Iterator[_Training]:
+def training_of(task: Task, **fields: Any) -> Iterator[Training]:
+    """A run's engine, recorder and detectors; `fields` are changes of the model's job."""
     model, workers = MODELS[task["model"]], dist.get_world_size()
-    spec = model.spec(shards=workers, workers=workers, threads=task["threads"])
+    plain = model.spec(shards=workers, workers=workers, threads=task["threads"])
+    spec = parse_spec({**plain.model_dump(mode="json"), **fields})
     numerics.pin(spec)
     group = dist.new_group(backend="gloo")
     assert group is not None
     exact = Samestep(model, spec, Batches(model, spec, (CPU,)), group if workers > 1 else None)
     peers = Peers(group if workers > 1 else None)
-    with shared_folder(peers, None) as folder, _recorder(spec, folder, peers) as target:
+    with shared_folder(peers, None) as folder, contextlib.ExitStack() as stack:
+        run = Storage.at(str(folder / "run"))
+        target = stack.enter_context(_recorder(spec, run, folder, peers))
         watched = Watched(exact, peers, target)
         try:
-            yield _Training(exact=exact, watched=watched)
+            yield Training(
+                exact=exact, watched=watched, peers=peers, target=target, run=run, folder=folder
+            )
         finally:
             watched.close()
     exact.engine.close()
 
 
 @contextlib.contextmanager
-def _recorder(spec: JobSpec, folder: Path, peers: Peers) -> Iterator[Target]:
+def _recorder(spec: JobSpec, run: Storage, folder: Path, peers: Peers) -> Iterator[Target]:
     """A recorder in a process of its own, which takes part as one worker more."""
-    run, yaml, address = Storage.at(str(folder / "run")).uri, dump_spec(spec), folder / "recorder"
-    place, size = (run, yaml, str(address)), peers.world_size + 1
+    place = (run.uri, dump_spec(spec), str(folder / "recorder"))
+    size = peers.world_size + 1
     if peers.world_rank > 0:
         with target_of(*place, peers.world_rank, size) as target:
             yield target

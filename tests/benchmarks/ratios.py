@@ -132,3 +132,25 @@ def save_rows(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
             else None
         ),
     }
+
+
+def bundle_row(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Spreads over the incidents of all launches, of which each is as `bundles` gives it."""
+
+    def values(name: str) -> list[float]:
+        return [value for launch in launches for value in launch[name]]
+
+    def over_usual(name: str) -> dict[str, float]:
+        pairs = zip(values(name), values("usual_s"), strict=True)
+        return spread([a / b for a, b in pairs]).to_json()
+
+    kinds = ("bundle_s", "copy_s", "torch_save_s", "held_up_s", "usual_s", "longest_s")
+    return {
+        "state_bytes": launches[0]["state_bytes"],
+        "times_ms": {
+            name.removesuffix("_s"): spread([1000 * t for t in values(name)]).to_json()
+            for name in kinds
+        },
+        "longest_over_usual": over_usual("longest_s"),
+        "longest_before_over_usual": over_usual("longest_usual_s"),
+    }

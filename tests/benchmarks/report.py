@@ -13,6 +13,7 @@ TARGET = 1.05
 AIM = 1.02
 MAX_LEDGER_BYTES = 100e6
 MAX_DRAIN_S = 60.0
+MAX_BUNDLE_S = 2.0
 HELD_UP_TARGETS = {1: 0.2, 2: 0.1}
 
 
@@ -207,6 +208,36 @@ def print_watching(
     console.print(table)
     for line in judged:
         console.print(f"{found['model']}, {line}")
+
+
+def print_bundles(console: Console, found: Mapping[str, Any]) -> None:
+    """How soon a bundle is whole, and what the other workers notice of it."""
+    times = found["times_ms"]
+    table = _table(
+        f"{found['model']}, {found['workers']} workers: an incident, with a state of "
+        f"{found['state_bytes'] / 1e6:.1f} MB",
+        "",
+        "ms",
+    )
+    for name, text in (
+        ("bundle", "from the incident to its bundle, whole on disk"),
+        ("copy", "a plain copy of the state, in memory"),
+        ("torch_save", "torch.save of it, to the same disk"),
+        ("held_up", "the worker that writes trains no further for"),
+        ("usual", "a step of another worker, usually"),
+        ("longest", "its longest one meanwhile"),
+    ):
+        table.add_row(text, spread_text(times[name], digits=1))
+    console.print(table)
+    limit_ms = 1000 * MAX_BUNDLE_S + times["copy"]["median"]
+    said = "reached" if times["bundle"]["median"] <= limit_ms else "MISSED"
+    told = f"{found['model']}: a bundle within {MAX_BUNDLE_S:g} s and a copy ({limit_ms:.0f} ms) is"
+    console.print(f"{told} {said}")
+    console.print(
+        f"another worker's longest step meanwhile is {spread_text(found['longest_over_usual'])} of "
+        "its usual one, the longest "
+        f"of those before {spread_text(found['longest_before_over_usual'])}"
+    )
 
 
 def spread_text(spread: Mapping[str, float], *, digits: int = 3) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bundles import bundles
 from contenders import CPU, Batches, Contender, Samestep, plain_ddp
 from gpus import gpu_contenders
 from incidents import watching
@@ -152,6 +153,7 @@ TASKS: dict[str, Callable[[Task], Any]] = {
     "dataparallel": dataparallel,
     "checkpoints": checkpoints,
     "watching": watching,
+    "bundles": bundles,
 }
 
 
