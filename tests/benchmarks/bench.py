@@ -34,7 +34,8 @@ without the latter page faults make one engine or another slower, by chance, in 
                   workers die, and when a node dies, joins or is drained
     incidents     (only when asked for by --parts) what judging and recording each step costs,
                   and an audit every 10 steps with one shard per worker; how soon the bundle of
-                  an incident is whole, and what another worker notices of that
+                  an incident is whole, and what another worker notices of that; and how long
+                  `samestep replay` takes with a bundle of digits, as a process of its own
 """
 
 from __future__ import annotations
@@ -63,12 +64,13 @@ from report import (
     print_outage,
     print_profile,
     print_recovery,
+    print_replays,
     print_steps,
     print_telemetry,
     print_watching,
 )
 from rich.console import Console
-from whole_runs import telemetry_rows, telemetry_times
+from whole_runs import replay_times, telemetry_rows, telemetry_times
 
 from samestep.cluster.environment import prepare_ray
 
@@ -93,6 +95,8 @@ WATCHED_MODELS = ("mlp", "chargpt")
 WATCHED_ROUNDS_SHARE = 5
 BUNDLE_MODELS = ("mlp", "digits")
 BUNDLE_ROUNDS = 3
+REPLAY_MODEL = "digits"
+REPLAYS = 5
 # The step of a block that is audited takes a shard once more: as long as another step, at most.
 WATCHED_LIMITS = {WATCHED: 1.01, AUDITED: 1 + 1 / BLOCK_STEPS}
 
@@ -283,6 +287,9 @@ class Bench:
             row = {**task, "workers": self._options.workers, **bundle_row(launches)}
             found["bundles"].append({**row, "launches_s": launches})
             print_bundles(self._console, row)
+        if REPLAY_MODEL in self._options.models:
+            found["replay_s"] = replay_times(min(self._options.rounds, REPLAYS))
+            print_replays(self._console, found["replay_s"])
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ AIM = 1.02
 MAX_LEDGER_BYTES = 100e6
 MAX_DRAIN_S = 60.0
 MAX_BUNDLE_S = 2.0
+MAX_REPLAY_S = 15.0
 HELD_UP_TARGETS = {1: 0.2, 2: 0.1}
 
 
@@ -238,6 +239,16 @@ def print_bundles(console: Console, found: Mapping[str, Any]) -> None:
         "its usual one, the longest "
         f"of those before {spread_text(found['longest_before_over_usual'])}"
     )
+
+
+def print_replays(console: Console, taken_s: Sequence[float]) -> None:
+    """How long a replay takes, in a process of its own."""
+    table = _table("samestep replay BUNDLE, of digits", "replays", "median, s", "least", "most")
+    median, least, most = _of(taken_s)
+    table.add_row(str(len(taken_s)), f"{median:.2f}", f"{least:.2f}", f"{most:.2f}")
+    console.print(table)
+    said = "reached" if median <= MAX_REPLAY_S else "MISSED"
+    console.print(f"digits: a step replayed within {MAX_REPLAY_S:g} s is {said}")
 
 
 def spread_text(spread: Mapping[str, float], *, digits: int = 3) -> str:
