@@ -110,7 +110,8 @@ class _Kept:
     def bundle_s(self) -> float:
         """From the last incident to the end of its bundle; fails where it has none."""
         folder = self._training.folder / "run" / INCIDENTS_DIR / self._incident.id
-        return (folder / BUNDLE_FILE).stat().st_mtime - self._incident.time
+        # The time of its last change of name: it is written under another, and synced.
+        return (folder / BUNDLE_FILE).stat().st_ctime - self._incident.time
 
     def _keep(self, incident: Incident, records: Any) -> None:
         self._incident = incident

@@ -1,8 +1,8 @@
 """What it costs to watch for incidents: each step judged and recorded, or some of them audited.
 
 The contenders share one engine, so that nothing but the watching differs, and take turns by blocks
-of steps: the link delivers behind the training, about once a second, and what it takes must fall
-into the steps that are recorded. The recorder has a process of its own, as under Ray.
+of steps: the link delivers behind the training, now and then, and what that takes must fall into
+the steps that are recorded. The recorder has a process of its own, as under Ray.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from relay import target_of
 
 BLOCK_STEPS = 10
 INTERVAL_S = 0.5
-"""Of the link: half of what it is, for a block is hardly longer than that."""
+"""Of the link: half of its usual one, so that most of a block's records go out within the block."""
 SERVE_S = 900.0
 CLOSE_S = 10.0
 BARE = "neither"

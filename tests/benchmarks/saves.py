@@ -186,6 +186,7 @@ def _async_save(
 
 
 def begun(target: Target, peers: Peers) -> int:
+    """Begins an attempt at the recorder; returns its number, in each worker."""
     attempt = 0
     if peers.world_rank == 0:
         info = {"start_step": 0, "mode": "ddp", "world_size": peers.world_size, "numerics": {}}
