@@ -146,6 +146,10 @@ def test_the_schema_carries_description_and_marking() -> None:
         ({"storage": ""}, "storage: String should have at least 1 character"),
         ({"storage": " "}, "storage: String should match pattern"),
         ({"checkpoint": 3}, "checkpoint: Input should be a valid dictionary"),
+        (
+            {"checkpoint": {"keep": 0}},
+            "checkpoint.keep: Input should be greater than or equal to 1, got 0",
+        ),
         ({"checkpoint": {"best": {"metric": "a", "order": "up"}}}, "best.order: Input should be"),
         ({"ema": {"decay": 1}}, "ema.decay: Input should be less than 1, got 1"),
         ({"early_stop": {"patience": 0}}, "early_stop.patience: Input should be greater than"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +91,18 @@ def test_a_run_is_named_after_its_workloads_module_unless_it_is_given_a_name(
     assert train(make_spec(name="given"), search=[folder]).name == "given"
     with pytest.raises(SpecError, match=r"the run name '\.\./up'"):
         train(make_spec(), name="../up", search=[folder])
+
+
+def test_storage_that_can_not_be_written_is_refused_before_a_step(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    (folder / "taken").write_text("no folder")
+    storage = str(folder / "taken" / "runs")
+    with pytest.raises(
+        StorageError, match=f"can't create {re.escape(storage)}.* a part of the path"
+    ) as caught:
+        train(make_spec(storage=storage), search=[folder])
+    assert caught.value.exit_status is ExitStatus.BAD_INPUT
 
 
 def test_a_finished_run_is_returned_as_it_is_and_extended_when_more_is_asked_for(
