@@ -54,7 +54,7 @@ NEED_RAY = ("tests/chaos/", "tests/integration/")
 # Of those, the ones that start no cluster.
 NEED_NO_RAY = tuple(
     f"tests/integration/test_{name}.py"
-    for name in ("ray_private", "settling", "tracked_model", "tracking")
+    for name in ("ray_private", "settling", "tracked_afterwards", "tracked_model", "tracking")
 )
 
 

@@ -201,6 +201,7 @@ class Tag(StrEnum):
     INCIDENTS = "samestep.incidents"
     BRANCH = "samestep.branch"
     PARENT = "samestep.parent"
+    PARENT_RUN_ID = "samestep.parent_run_id"
     STATUS = "samestep.status"
     MESSAGE = "samestep.message"
     ATTEMPTS = "samestep.attempts"

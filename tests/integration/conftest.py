@@ -20,6 +20,11 @@ from samestep import JobSpec, Outcome, parse_spec, train
 from samestep.cluster.environment import TRAIN_ENVIRONMENT, prepare_ray
 from samestep.exact import numerics
 
+# Test modules share the module beside this one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from tracked_story import Story
+
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,3 +208,17 @@ def write_job(folder: Path, tmp_path: Path) -> Callable[..., Path]:
         return job
 
     return write
+
+
+@pytest.fixture
+def make_story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
+    made: list[Story] = []
+
+    def make(**fields: Any) -> Story:
+        made.append(Story(tmp_path, **fields))
+        return made[-1]
+
+    yield make
+    for story in made:
+        if story.recorder is not None:
+            story.recorder.close()

@@ -11,145 +11,22 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tracked_story import MakeStory, free_port, history, only_run
 
 from samestep import Outcome, train
-from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
-from samestep.names import LEDGER_ARTIFACT, Event, Series, Tag
-from samestep.replay.report_delivery import deliver
-from samestep.spec import JobSpec, dump_spec, parse_spec
+from samestep.names import LEDGER_ARTIFACT, Series, Tag
+from samestep.spec import JobSpec, dump_spec
 from samestep.telemetry.mlflow_client import load_mlflow
-from samestep.telemetry.recorder import Recorder
-from samestep.telemetry.records import EventRecord, StepRecord
-from samestep.telemetry.sinks import SinkPlan, deliver_rest, plan_sinks
-from samestep.telemetry.tracking_file import read_tracked, write_tracked
+from samestep.telemetry.sinks import deliver_rest
 
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
-JOB = {"workload": "digits:Digits", "batch_size": 8, "shards": 2, "max_steps": 100}
-NO_METRICS = {"enabled": False}
-INCIDENT = "exception-step-00000002-attempt-1"
-REPORT = (f"incidents/{INCIDENT}/report.html", INCIDENT)
-"""Where the report lies, and the incident that it is of."""
-NUMERICS = {"binding": {"torch": "2.13"}, "informational": {}}
 
 pytestmark = pytest.mark.timeout(400)
-
-
-class Story:
-    """A run whose values depend on the step alone, told to a recorder as workers would."""
-
-    def __init__(self, folder: Path, name: str = "a", **fields: Any) -> None:
-        self.spec: JobSpec = parse_spec(
-            {**JOB, "metrics": NO_METRICS, "storage": str(folder / "runs"), **fields}
-        )
-        self.name = name
-        self.uri = str(folder / "runs" / name)
-        self.messages: list[str] = []
-        self.recorder: Any = None
-        self.attempt = self.sequence = 0
-
-    def plan(self) -> SinkPlan:
-        return plan_sinks(self.spec, self.uri, workload_folder=Path(__file__).parent, environ={})
-
-    def open(self) -> None:
-        plan = self.plan()
-        self.recorder = Recorder(
-            self.uri,
-            run=self.name,
-            spec_yaml=dump_spec(self.spec),
-            sinks=plan.make(),
-            about=plan.about,
-        )
-        self.seen = 0
-
-    def begin(self, start_step: int, workers: int = 2) -> None:
-        info = {"start_step": start_step, "mode": "ddp", "world_size": workers}
-        self.attempt = self.recorder.begin_attempt({**info, "numerics": NUMERICS})
-        self.sequence = 0
-
-    def steps(self, start: int, stop: int) -> None:
-        self.push([step_record(step).to_json() for step in range(start, stop)])
-
-    def push(self, records: list[dict[str, Any]]) -> None:
-        self.sequence += 1
-        self.recorder.push(self.attempt, "0", self.sequence, records)
-
-    def evaluate(self, step: int) -> None:
-        fields = {"metrics": {"accuracy": step / 100}, "samples": 5}
-        event = EventRecord(
-            event=Event.EVALUATION, step=step, attempt=self.attempt, time=5.0 + step, fields=fields
-        )
-        self.push([event.to_json()])
-
-    def finish(self, status: str = "done", step: int = 0) -> None:
-        result = {"status": status, "step": step, "digest": "d" * 64, "message": ""}
-        self.recorder.finish(self.attempt, {**result, "evaluation": None, "exit_status": 0})
-
-    def heard(self) -> list[str]:
-        status = self.recorder.status(self.seen)
-        self.seen = max([self.seen, *(item["number"] for item in status["messages"])])
-        self.messages += [item["text"] for item in status["messages"]]
-        return self.messages
-
-    def num_delivered(self) -> int:
-        tracked = read_tracked(Storage.at(self.uri))
-        return tracked.next_step if tracked else 0
-
-
-MakeStory = Callable[..., Story]
-
-
-def step_record(step: int) -> StepRecord:
-    return StepRecord(
-        step=step,
-        epoch=0,
-        samples=8,
-        loss=1.0 / (step + 3),
-        shard_losses=[0.1, None],
-        shard_weights=[8.0, None],
-        grad_norm=0.5,
-        lr=[0.1, 0.2],
-        ids=f"{step:032x}",
-        metrics={"accuracy": step / 100, "a+b": float("nan")},
-        timing={"step_s": 0.01, "data_wait_s": 0.001},
-    )
-
-
-def history(uri: str, run_id: str, name: str) -> list[tuple[int, float]]:
-    client = load_mlflow().MlflowClient(tracking_uri=uri)
-    return sorted((m.step, m.value) for m in client.get_metric_history(run_id, name))
-
-
-def only_run(uri: str) -> Any:
-    client = load_mlflow().MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("samestep")
-    (run,) = client.search_runs([experiment.experiment_id])
-    return run
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-@pytest.fixture
-def make_story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
-    made: list[Story] = []
-
-    def make(**fields: Any) -> Story:
-        made.append(Story(tmp_path, **fields))
-        return made[-1]
-
-    yield make
-    for story in made:
-        if story.recorder is not None:
-            story.recorder.close()
 
 
 @pytest.fixture
@@ -391,65 +268,6 @@ def test_what_a_run_that_is_over_could_not_deliver_is_delivered_on_request(
     assert run.info.status == "FINISHED"
     assert [step for step, _ in history(uri, run.info.run_id, Series.LOSS)] == [0, 1, 2]
     assert deliver_rest(later.plan(), later.uri, **known) == []
-
-
-def delivered(story: Story) -> Storage:
-    """The directory of a run of two steps that is whole in MLflow."""
-    story.open()
-    story.begin(0)
-    story.steps(0, 2)
-    story.finish(step=2)
-    story.recorder.close()
-    return Storage.at(story.uri)
-
-
-def test_the_report_of_an_incident_is_an_artifact_equal_to_the_file_beside_the_incident(
-    tmp_path: Path, make_story: MakeStory
-) -> None:
-    run = delivered(make_story())
-    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
-    there = only_run(uri)
-    name, incident = REPORT
-    for page in ("<p>the first</p>", "<p>h\u00fcbsch, made once more</p>\n"):
-        assert deliver(run, incident, page) == [
-            f"report: {run.uri}/{name}",
-            f"report: artifact {name} of MLflow run {there.info.run_id} at {uri}",
-        ]
-        found = load_mlflow().artifacts.download_artifacts(
-            f"{there.info.artifact_uri}/{name}", dst_path=str(tmp_path / "found")
-        )
-        assert Path(found).read_bytes() == run.read(name) == page.encode()
-    after = only_run(uri)
-    assert (after.info.run_id, after.info.status) == (there.info.run_id, "FINISHED")
-
-
-def test_a_report_that_mlflow_can_not_take_stays_with_the_run_and_one_line_tells_why(
-    tmp_path: Path, make_story: MakeStory
-) -> None:
-    run = delivered(make_story())
-    database = tmp_path / "runs" / "mlflow.db"
-    uri = f"sqlite:///{database}"
-    client = load_mlflow().MlflowClient(tracking_uri=uri)
-    there, tracked = only_run(uri), read_tracked(run)
-    assert tracked is not None
-    name, incident = REPORT
-
-    def told_why(page: str) -> str:
-        own, told = deliver(run, incident, page)
-        assert own == f"report: {run.uri}/{name}"
-        assert run.read(name) == page.encode()
-        return told.removeprefix("the report is not in MLflow: ")
-
-    write_tracked(run, replace(tracked, uri=f"http://127.0.0.1:{free_port()}"))
-    assert told_why("no server").startswith("no answer: ")
-    write_tracked(run, tracked)
-    client.delete_run(there.info.run_id)
-    assert told_why("no run").startswith("there is no run ")
-    # Nothing is made in MLflow for the report's sake.
-    assert client.search_runs([there.info.experiment_id]) == []
-    database.unlink()
-    assert told_why("no file") == f"there is no file {uri}"
-    assert not database.exists()
 
 
 def test_the_ui_shows_the_runs_until_a_signal_and_leaves_nothing_behind(

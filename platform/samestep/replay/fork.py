@@ -14,7 +14,7 @@ from samestep.checkpoint.reading import load_checkpoint
 from samestep.checkpoint.state import restore
 from samestep.checkpoint.storage import Storage
 from samestep.engine.setup import build
-from samestep.errors import InputError, SpecError
+from samestep.errors import InputError, SpecError, StorageError
 from samestep.exact import numerics
 from samestep.exact.ranges import StepRanges
 from samestep.exact.seeds import global_generators_kept
@@ -27,6 +27,7 @@ from samestep.telemetry.identity import read_spec
 from samestep.telemetry.ledger import LedgerWriter, steps
 from samestep.telemetry.past import read_past
 from samestep.telemetry.records import INHERITED, EventRecord
+from samestep.telemetry.tracking_file import read_tracked
 from samestep.workload import load_workload
 
 COUNTED_IN: Final = ("batch_size", "shards", "drop_last")
@@ -106,6 +107,7 @@ def fork_run(
                 digest = copy_checkpoint(found.place, target, step)
                 num_taken, apart = found.num_taken, found.numerics
         told = {"parent": run.uri, "digest": digest, "skip": [list(pair) for pair in skip]}
+        told["parent_run_id"] = _run_id_in_mlflow(run)
         _enter(target, name, step, {**told, "set": dict(overrides or {})})
         # The last: without a job the folder is no run.
         target.write(SPEC_FILE, dump_spec(spec).encode())
@@ -123,6 +125,15 @@ def fork_run(
         numerics=apart,
         changes=tuple(differing_fields(before, spec)),
     )
+
+
+def _run_id_in_mlflow(run: Storage) -> str | None:
+    """Where the run is tracked, its id there: a link for people, for which no fork is refused."""
+    try:
+        tracked = read_tracked(run)
+    except StorageError:
+        return None
+    return tracked.run_id if tracked is not None else None
 
 
 def _target(run: Storage, name: str) -> Storage:

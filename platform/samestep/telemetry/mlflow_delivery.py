@@ -89,6 +89,8 @@ class Delivery:
                 )
             case Event.FORKED:
                 tags[Tag.PARENT] = f"{fields.get('parent', '')} after {record.step} steps"
+                if fields.get("parent_run_id"):
+                    tags[Tag.PARENT_RUN_ID] = str(fields["parent_run_id"])
             case Event.EVALUATION if record.step >= self.tracked.next_evaluation:
                 self.points += [
                     Point(name=name, value=value, step=record.step, time_ms=time_ms)
