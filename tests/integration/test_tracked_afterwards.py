@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from samestep.checkpoint.manifest import CheckpointMeta
 from samestep.checkpoint.state import State
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writing import write_files
-from samestep.names import Series, Tag
+from samestep.names import LEDGER_ARTIFACT, Series, Tag
 from samestep.replay.fork import fork_run
 from samestep.replay.report_delivery import deliver
 from samestep.telemetry.mlflow_client import load_mlflow
@@ -63,6 +64,37 @@ def test_a_fork_is_another_mlflow_run_that_tells_its_parents_id_name_and_step(
     assert new.data.tags[Tag.PARENT] == f"{story.uri} after 4 steps"
     assert not {Tag.PARENT, Tag.PARENT_RUN_ID} & parent.data.tags.keys()
     assert [step for step, _ in history(uri, new.info.run_id, Series.LOSS)] == list(range(6))
+
+
+def test_mlflow_gets_no_secret_of_the_job_nor_one_that_a_failure_tells(
+    tmp_path: Path, make_story: MakeStory
+) -> None:
+    story = make_story(
+        args={"token": "hush-hush", "pin": "7"},
+        incidents={"bundle": {"secret_args": ["token", "pin"]}},
+    )
+    story.open()
+    story.begin(0)
+    story.steps(0, 2)
+    message = "can't log in with hush-hush"
+    told = {"kind": "exception", "step": 2, "message": message, "traceback": f"E: {message}"}
+    story.recorder.record_incident(story.attempt, told)
+    story.recorder.fail(story.attempt, "ValueError", message)
+    story.recorder.finish(
+        story.attempt,
+        {"status": "failed", "step": 2, "digest": None, "message": message, "exit_status": 1},
+    )
+    assert story.recorder.drain(DELIVERY_S) == []
+    story.recorder.close()
+    run = only_run(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    assert run.data.params["args.token"] == run.data.params["args.pin"] == "(left out: secret)"
+    assert run.data.tags[Tag.MESSAGE] == "can't log in with (left out: secret)"
+    files = [path for path in (tmp_path / "runs" / "mlartifacts").rglob("*") if path.is_file()]
+    read = {path.name: path.read_bytes() for path in files}
+    read[LEDGER_ARTIFACT] = gzip.decompress(read[LEDGER_ARTIFACT])
+    read["mlflow.db"] = (tmp_path / "runs" / "mlflow.db").read_bytes()
+    assert {"spec.yaml", "params.json", "incident.json"} <= read.keys()
+    assert [name for name, data in read.items() if b"hush" in data] == []
 
 
 def delivered(story: Story) -> Storage:

@@ -1,19 +1,22 @@
 """The page about an incident: whole in itself, opens from a file, loads nothing from anywhere.
 
-All text goes through `escape`: samples, messages and tracebacks may hold anything.
+All text goes through `escape`: samples, messages and tracebacks may hold anything. Last of all the
+job's secrets are taken out.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from html import escape
+from html import escape, unescape
 from typing import Any, Final
 
 from samestep.incidents.record import Incident
+from samestep.incidents.redaction import Redaction
 from samestep.names import Event
 from samestep.replay.alone import Sample
 from samestep.replay.deep import Deep, describe_alone
@@ -34,6 +37,7 @@ _VERDICTS: Final = {
     Verdict.WITHIN_TOLERANCE: ("fair", "reproduced within tolerance"),
     Verdict.NOT_REPRODUCED: ("bad", "not reproduced"),
 }
+_BETWEEN_TAGS: Final = re.compile(r"(?<=>)[^<>]+(?=<)")
 _QUIET: Final = (Event.EVALUATION, Event.MESSAGE)
 """Events that are no marks of their own: there may be many."""
 
@@ -63,9 +67,15 @@ def page_of(found: Replayed, source: Source, deep: Deep | None, *, target: str) 
         _section("Environment", _environment(found, source)),
         _section("Again", _again(target)),
     ]
+    content = "\n".join(part for part in body if part)
     return _PAGE.format(
-        title=escape(title), style=STYLE, body="\n".join(part for part in body if part)
+        title=escape(title), style=STYLE, body=_without_secrets(content, Redaction(source.spec))
     )
+
+
+def _without_secrets(content: str, redaction: Redaction) -> str:
+    """Takes them out of the texts between the tags: what was taken again knows the whole job."""
+    return _BETWEEN_TAGS.sub(lambda found: escape(redaction.text(unescape(found.group()))), content)
 
 
 _PAGE: Final = """<!doctype html>

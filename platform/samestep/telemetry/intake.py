@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from samestep.checkpoint.storage import Storage
 from samestep.exact.numerics import tolerance
+from samestep.incidents.redaction import Redaction
 from samestep.names import Event
 from samestep.spec import JobSpec
 from samestep.telemetry.batch import Batch
@@ -21,6 +22,9 @@ from samestep.telemetry.ledger import LedgerWriter
 from samestep.telemetry.past import Attempt, Past, read_past
 from samestep.telemetry.records import EventRecord, StepRecord
 from samestep.telemetry.redo import Position, Redo
+
+TOLD: Final = ("message", "reason")
+"""Fields of events that may hold what an exception says."""
 
 
 class Intake:
@@ -68,6 +72,7 @@ class Intake:
         self._announce = announce
         self._run = run
         self._spec = spec
+        self._redact = Redaction(spec).plain
         self._board = board
         self._clock = clock
         self._writer = LedgerWriter(run, run_name=run_name)
@@ -140,7 +145,9 @@ class Intake:
         return self._position.missing_before(step)
 
     def log(self, kind: Event, step: int, fields: Mapping[str, Any]) -> None:
-        """Writes an event of the recorder's own."""
+        """Writes an event of the recorder's own; what failures tell goes without secrets."""
+        told = {name: self._redact(fields[name]) for name in TOLD if name in fields}
+        fields = {**fields, **told}
         event = EventRecord(
             event=kind, step=step, attempt=self.attempt, time=self._clock(), fields=fields
         )

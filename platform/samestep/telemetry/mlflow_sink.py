@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
+from samestep.incidents.redaction import Redaction
 from samestep.names import (
     TAG_SPEC_PREFIX,
     THREAD_TRACKING_CHECK,
@@ -124,6 +125,8 @@ class MlflowSink:
 
     def started(self, info: RunInfo) -> Position:
         """Reads how far the run was delivered; looks for the server only where it is required."""
+        # Whoever may look at MLflow may not know the job's secrets.
+        info = replace(info, spec=Redaction(info.spec).spec()[0])
         self._info = info
         self._run: Storage = info.run
         self._tracked = tracked_for(info.run, self._uri, self._experiment)

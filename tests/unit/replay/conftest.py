@@ -10,7 +10,7 @@ import yaml
 # Test modules share the module beside this one.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from planted_runs import BAD, ENDED, HERE, JOB, PAGE, Result, Runs, fresh
+from planted_runs import BAD, ENDED, HERE, JOB, PAGE, TOKEN, Result, Runs, fresh
 
 from samestep.incidents.bundle import folder_of
 
@@ -37,6 +37,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             "args.token": "hush-hush",
             "incidents.bundle.secret_args": "[token]",
         },
+        "tells": {
+            "args.raises": BAD,
+            "args.token": TOKEN,
+            "incidents.bundle.secret_args": "[token]",
+        },
         "skips": {"args.poisoned": BAD, "incidents.non_finite": "skip"},
         "back": {
             "args.poisoned": BAD,
@@ -55,16 +60,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     results = fresh(folder, *commands)
     ended = {name: result.status for name, result in zip(jobs, results, strict=True)}
     assert ended == {
-        **dict.fromkeys(("poisoned", "large", "raises", "explodes", "loud", "secret"), 1),
+        **dict.fromkeys(("poisoned", "large", "raises", "explodes", "loud", "secret", "tells"), 1),
         **dict.fromkeys(("skips", "back", "calm", "light", "tilts", "many"), 0),
     }, results
     return Runs(folder=folder)
 
 
 @pytest.fixture(scope="session")
-def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(scope="session")
+def replayed(runs: Runs, elsewhere: Path) -> dict[str, Result]:
     """What `samestep replay` says of each, all by one fresh process elsewhere."""
-    folder = tmp_path_factory.mktemp("elsewhere")
+    folder = elsewhere
     changed = folder / "changed"
     changed.mkdir()
     text = (HERE / "wobbly.py").read_text(encoding="utf-8")
@@ -84,6 +94,7 @@ def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         encoding="utf-8",
     )
     secret = str(folder_of(runs.at("secret"), runs.incident("secret").id).local_path)
+    tells = [runs.incident("tells").id]
     commands = {
         "missing": of("calm", "--at", "5"),
         **{name: of(name, ids[name], "--json", "--deep", *code) for name in ids},
@@ -127,6 +138,8 @@ def replayed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
             *code,
         ],
         "report": of("poisoned", ids["poisoned"], "--report", str(runs.folder / PAGE), *code),
+        "tells": of("tells", *tells, "--report", "bundle.html", *code),
+        "tells from": of("tells", *tells, "--from", "4", "--report", "run.html", *code),
         "bisect same": ["bisect", *[str(runs.folder / "runs" / "calm")] * 2, *code],
     }
     results = fresh(folder, *commands.values())

@@ -92,3 +92,5 @@ ENDED = ["poisoned", "large", "raises", "explodes", "loud"]
 """Runs that one incident ended."""
 PAGE = "page.html"
 """The report of the first of them, in the folder of the runs."""
+TOKEN = """hush&"hush'<1>"""
+"""A secret that is another text in HTML, JSON and Python."""

@@ -84,6 +84,28 @@ def test_the_report_loads_nothing_and_runs_nothing(reported: tuple[Result, Path]
     assert re.findall(r"https?://|url\(|@import", text) == []
 
 
+@pytest.mark.parametrize(("name", "command"), [("bundle", "tells"), ("run", "tells from")])
+def test_a_secret_that_an_exception_tells_is_in_no_report(
+    replayed: dict[str, Result], runs: Runs, elsewhere: Path, name: str, command: str
+) -> None:
+    assert replayed[command].status == 0, replayed[command].err
+    page = Page((elsewhere / f"{name}.html").read_text(encoding="utf-8"))
+    assert "Taken again" in page.text
+    secret = "(left out: secret)"
+    assert page.text.count(f"planted at sample {BAD}, as {secret} may, or '{secret}'") >= 4
+    assert "hush" not in page.text
+
+
+def test_a_secret_that_an_exception_tells_is_in_no_incident_bundle_or_ledger(runs: Runs) -> None:
+    run = runs.folder / "runs" / "tells"
+    files = [path for part in ("incidents", "ledger") for path in (run / part).rglob("*")]
+    read = {path.name: path.read_bytes() for path in files if path.is_file()}
+    assert {"incident.json", "bundle.json", "spec.yaml"} <= read.keys()
+    assert [name for name, data in read.items() if b"hush" in data] == []
+    told = [name for name, data in read.items() if b"as (left out: secret) may" in data]
+    assert {"incident.json", "ledger.jsonl"} <= set(told)
+
+
 def test_text_of_a_chart_stays_text() -> None:
     chart = line_chart(
         "<b>&",

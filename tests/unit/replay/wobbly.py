@@ -91,7 +91,8 @@ class Wobbly(Workload):
         if self.hangs in here:
             threading.Event().wait()
         if self.raises in here:
-            raise ValueError(f"planted at sample {self.raises}")
+            told = f", as {self.token} may, or {self.token!r}" if self.token else ""
+            raise ValueError(f"planted at sample {self.raises}{told}")
         error = (model(batch["x"]) - batch["y"]).square().squeeze(1)
         if self.tilts in here:
             error = error * 1.0001
