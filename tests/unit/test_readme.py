@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_samestep_trains_the_example_of_the_readme(
     (last,) = [record for step, record in steps(Storage.at(outcome.run)).items() if step == 79]
     assert last.loss is not None
     assert last.loss < 0.05
+
+
+def test_a_script_trains_the_example_of_the_readme(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (script,) = re.findall(r"```python\n(?!# )(.*?)```", README, flags=re.DOTALL)
+    with (example / "job.yaml").open("a", encoding="utf-8") as job:
+        job.write("max_steps: 3\nmode: local\ntracking: {enabled: false}\n")
+    text = (example / "job.yaml").read_text(encoding="utf-8")
+    (example / "job.yaml").write_text(re.sub("^epochs: .*\n", "", text, flags=re.MULTILINE))
+    monkeypatch.chdir(example)
+    namespace: dict[str, Any] = {}
+    exec(script, namespace)
+    assert (namespace["outcome"].status, namespace["outcome"].step) == ("done", 3)
 
 
 def test_every_link_of_the_readme_leads_to_a_file() -> None:
