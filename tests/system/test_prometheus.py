@@ -1,6 +1,6 @@
-"""A real Prometheus watches a real run that crashes, fails and goes on with fewer workers.
+"""A real Prometheus watches a real run that fails, grows, is killed and shrinks.
 
-Every query of every panel and alert is put to it afterwards.
+Every query of every panel and alert is put to it while the run lives.
 """
 
 from __future__ import annotations
@@ -11,35 +11,40 @@ import os
 import re
 import runpy
 import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from samestep.checkpoint.storage import Storage
+from samestep.cluster.processes import session_of
 from samestep.metric_names import METRICS, Metrics, MetricType, series_of
+from samestep.telemetry.lease import holder
+from samestep.telemetry.past import read_past
+from samestep.telemetry.targets import announced
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARDS = ROOT / "dashboards"
-RULES = DASHBOARDS / "prometheus" / "rules.yaml"
 RUN = "story"
-PAUSE_S = 0.05
-FAULTS = {"crash_at": 30, "raise_at": 70, "position": 15, "pause_s": 0.1}
+NUM_STEPS = 15  # of each act at least
+STEPS = f'samestep_steps_total{{run="{RUN}"}}'
+JOB = ROOT / "workloads" / "faulty" / "job.yaml"
+SETTINGS = [
+    *("args.raise_at=5", "args.position=15", "args.pause_s=0.1", "epochs=1000"),
+    *("budget.worker_hours=100", "incidents.audit_every=5", "checkpoint.snapshot_every=5"),
+]
 
 # Alerts that this run gives no reason for; each is seen to fire in test_rules.py.
 QUIET = {
     "SamestepRunStalled": "steps come all the time",
     "SamestepTooFewWorkers": "one worker is enough for it",
-    "SamestepRestartStorm": "two restarts only",
+    "SamestepRestartStorm": "three restarts only",
     "SamestepBudgetNearlyUsed": "a hundred hours are far",
     "SamestepCheckpointTooOld": "a checkpoint every ten steps",
     "SamestepCheckpointsFail": "each save works",
@@ -51,25 +56,13 @@ QUIET = {
     "SamestepTargetDown": "each page is announced when it is there and not longer",
 }
 
-# Queries that this run gives nothing to, beside those of QUIET alerts.
-EMPTY = {
-    "samestep_planned_standstill_seconds": "its number of workers changes between two commands",
-}
+# Queries that this run gives nothing to, beside those of QUIET alerts, and why.
+EMPTY: dict[str, str] = {}
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        pause.wait(PAUSE_S)
-    raise AssertionError(f"{what}: not within {timeout_s:g} s")
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Prometheus:
     """One that scrapes every second."""
 
@@ -99,111 +92,66 @@ class Prometheus:
         return [[float(value) for _, value in one["values"]] for one in found]
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+@dataclass(kw_only=True)
+class Watched(Prometheus):
+    """One whose run has one worker at last.
+
+    Attributes:
+        page: the run's page, since its second recorder.
+        ranks: of the workers that this page showed when there were two.
+        run: its directory.
+        nodes: sessions of the nodes on which the two recorders were.
+    """
+
+    run: Storage
+    page: str = ""
+    ranks: set[str] = field(default_factory=set)
+    nodes: list[int] = field(default_factory=list)
+
+
+def ranks_of(page: str) -> set[str]:
+    """Of the workers that a page tells of."""
+    with urllib.request.urlopen(f"http://{page}/metrics", timeout=30) as answer:
+        return set(re.findall(r'world_rank="(\d+)"', answer.read().decode()))
 
 
 @pytest.fixture(scope="module")
-def prometheus(storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    folder = tmp_path_factory.mktemp("prometheus")
-    rules = RULES.read_text(encoding="utf-8").replace("interval: 30s", "interval: 1s")
-    (folder / "rules.yaml").write_text(rules, encoding="utf-8")
-    config = yaml.safe_load((RULES.with_name("prometheus.yml")).read_text(encoding="utf-8"))
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
-    (pattern,) = discovery["files"]
-    discovery |= {
-        "files": [pattern.replace("../../runs", str(storage))],
-        "refresh_interval": "1s",
-    }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder}/prometheus.yml",
-                f"--storage.tsdb.path={folder}/data",
-                f"--web.listen-address={address}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    found = Prometheus(url=f"http://{address}", started=time.time())
-
-    def ready() -> bool:
-        assert process.poll() is None, (folder / "log").read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(f"{found.url}/-/ready", timeout=2):
-                return True
-        except OSError:
-            return False
-
-    try:
-        wait_until(ready, 60, "Prometheus answers")
-        yield found
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def train(storage: Path, workers: int) -> subprocess.Popen[str]:
-    settings = [f"args.{name}={value}" for name, value in FAULTS.items()]
-    settings += [f"storage={storage}", f"args.marker={storage / 'marks'}", "epochs=1000"]
-    settings += ["budget.worker_hours=100", "incidents.audit_every=5"]
-    settings += ["checkpoint.snapshot_every=5"]
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "samestep", "train"),
-            *(str(ROOT / "workloads" / "faulty" / "job.yaml"), "--name", RUN),
-            *("--workers", str(workers)),
-            *(word for setting in settings for word in ("--set", setting)),
-        ],
-        cwd=storage,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "platform"), "RAY_AUTH_MODE": "disabled"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def stop(process: subprocess.Popen[str]) -> str:
-    """Plans a stop, if it lives; the output."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-    return output
-
-
-@pytest.fixture(scope="module")
-def watched(prometheus: Prometheus, storage: Path) -> Iterator[Prometheus]:
-    """The Prometheus while the run has one worker, after it had two, a crash and an exception."""
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """The Prometheus while the run has one worker, after all that befell it."""
+    storage = tmp_path_factory.mktemp("runs")
+    place = Storage.at(str(storage))
     (storage / "marks").mkdir()
-    steps = f'samestep_steps_total{{run="{RUN}"}}'
-    outputs = []
-    for workers, until in ((2, 80), (1, 110)):
-        process = train(storage, workers)
-        try:
-            wait_until(
-                lambda: process.poll() is not None or prometheus.value(steps) >= until,  # noqa: B023
-                300,
-                f"{until} steps with {workers} workers",
-            )
-            if workers == 1:
-                assert process.poll() is None, process.communicate()
-                yield prometheus
-        finally:
-            outputs.append(stop(process))
-    assert "crash at step 30" in outputs[0]
-    assert process.returncode == 3, outputs[-1]
+    told = runpy.run_path(str(DASHBOARDS / "story.py"))
+    wait_until = told["wait_until"]
+    folder = tmp_path_factory.mktemp("prometheus")
+    settings = [*SETTINGS, f"args.marker={storage / 'marks'}"]
+    with told["prometheus"](folder, storage) as url:
+        found = Watched(url=url, started=time.time(), run=place.child(RUN))
+
+        def more_steps() -> None:
+            wanted = found.value(STEPS) + NUM_STEPS
+            wait_until(lambda: found.value(STEPS) >= wanted, f"Prometheus sees step {wanted}")
+
+        def recorder() -> int:
+            present = holder(found.run)
+            assert present is not None
+            return present.pid
+
+        def rest(act: str) -> None:
+            more_steps()
+            if act == "grown":
+                page = announced(place)[RUN]
+                found.nodes.append(session_of(recorder()))
+                os.kill(recorder(), signal.SIGKILL)
+                wait_until(lambda: announced(place)[RUN] != page, "the page of another recorder")
+                more_steps()
+                found.nodes.append(session_of(recorder()))
+                found.page = announced(place)[RUN]
+                wait_until(lambda: len(ranks_of(found.page)) == 2, "a page of two workers")
+                found.ranks = ranks_of(found.page)
+
+        with told["story"](JOB, storage=storage, run=RUN, settings=settings, rest=rest):
+            yield found
 
 
 def expression(template: str) -> str:
@@ -214,7 +162,7 @@ def expression(template: str) -> str:
     return template
 
 
-def test_every_query_of_every_panel_returns_data(watched: Prometheus) -> None:
+def test_every_query_of_every_panel_returns_data(watched: Watched) -> None:
     empty, num_queries = [], 0
     for path in sorted((DASHBOARDS / "grafana").glob("*.json")):
         dashboard = json.loads(path.read_text(encoding="utf-8"))
@@ -231,11 +179,11 @@ def test_every_query_of_every_panel_returns_data(watched: Prometheus) -> None:
                 empty.append(f"{path.stem}: {title}: {template}")
     unexpected = [line for line in empty if not any(name in line for name in EMPTY)]
     assert unexpected == []
-    assert len(empty) == 2
+    assert len(empty) == len(EMPTY)
     assert num_queries > 60
 
 
-def test_every_alert_is_evaluated_and_what_it_looks_at_is_there(watched: Prometheus) -> None:
+def test_every_alert_is_evaluated_and_what_it_looks_at_is_there(watched: Watched) -> None:
     groups = watched.get("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
@@ -251,7 +199,7 @@ def test_every_alert_is_evaluated_and_what_it_looks_at_is_there(watched: Prometh
     assert silent <= set(QUIET)
 
 
-def test_no_counter_ever_goes_back(watched: Prometheus) -> None:
+def test_no_counter_ever_goes_back(watched: Watched) -> None:
     counted = [
         name
         for metric in METRICS
@@ -266,12 +214,14 @@ def test_no_counter_ever_goes_back(watched: Prometheus) -> None:
         assert set(watched.now(f"resets({name}[1h])").values()) == {0.0}, name
 
 
-def test_the_run_is_told_as_it_was(watched: Prometheus) -> None:
+def test_the_run_is_told_as_it_was(watched: Watched) -> None:
     selector = f'{{run="{RUN}"}}'
     assert watched.value(f"{Metrics.WORKERS.name}{selector}") == 1
     assert watched.value(f"max_over_time({Metrics.WORKERS.name}{selector}[1h])") == 2
-    assert watched.value(f"{Metrics.ATTEMPTS.name}{selector}") >= 3
-    assert watched.value(f"sum({Metrics.RESTARTS.name}{selector})") >= 2
+    causes = watched.now(f"sum by (cause) ({Metrics.RESTARTS.name}{selector} > 0)")
+    assert {dict(labels)["cause"] for labels in causes} >= {"exception", "resized", "crash"}
+    assert causes[("cause", "resized"),] >= 2
+    assert watched.value(f"{Metrics.ATTEMPTS.name}{selector}") == 1 + sum(causes.values())
     assert watched.value(f"sum({Metrics.INCIDENTS.name}{selector})") >= 1
     assert watched.value(f"{Metrics.STRAGGLER.name}{selector} offset 1s") == 0  # one worker only
     assert watched.points(f"{Metrics.STRAGGLER.name}{selector}")
@@ -281,19 +231,30 @@ def test_the_run_is_told_as_it_was(watched: Prometheus) -> None:
     assert 0 < watched.value(f"{Metrics.GOODPUT.name}{selector}") < 1
 
 
-def test_nothing_is_left_of_workers_that_are_gone(watched: Prometheus) -> None:
+def test_nothing_is_left_of_workers_that_are_gone(watched: Watched) -> None:
+    """On the page of a recorder that showed them."""
+    (target,) = watched.get("targets")["activeTargets"]
+    assert target["scrapeUrl"] == f"http://{watched.page}/metrics"
+    assert watched.ranks == {"0", "1"}
+    assert ranks_of(watched.page) == {"0"}
     ranks = watched.now(f'{Metrics.WORKER_MEMORY.name}{{run="{RUN}"}}')
     assert {dict(labels)["world_rank"] for labels in ranks} == {"0"}
     assert len(watched.now(f'{Metrics.RUN_INFO.name}{{run="{RUN}"}}')) == 1
     assert len(watched.now('up{job="samestep"}')) == 1
 
 
-def test_a_scrape_takes_well_under_a_second(watched: Prometheus) -> None:
+def test_a_recorder_is_on_its_drivers_node_after_a_kill_too(watched: Watched) -> None:
+    last = read_past(watched.run).attempts[-1]
+    (worker,) = last.fields["pids"]
+    assert watched.nodes[0] == watched.nodes[1] != session_of(worker)
+
+
+def test_a_scrape_takes_well_under_a_second(watched: Watched) -> None:
     assert watched.value('avg_over_time(scrape_duration_seconds{job="samestep"}[1h])') < 0.5
 
 
 def test_the_dashboard_can_be_drawn(
-    watched: Prometheus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture = tmp_path / "run.png"
     times = ["--start", str(watched.started), "--end", str(time.time())]

@@ -89,7 +89,7 @@ def start_recorder(plan: SinkPlan, run_uri: str, run: str, spec_yaml: str) -> tu
         .options(
             num_cpus=0,
             max_restarts=MAX_RESTARTS,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         )
         .remote(plan, run_uri, run, spec_yaml)
     )
