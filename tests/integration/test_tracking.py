@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,51 @@ import pytest
 from tracked_story import MakeStory, free_port, history, only_run
 
 from samestep import Outcome, train
+from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
-from samestep.names import LEDGER_ARTIFACT, Series, Tag
+from samestep.names import LEDGER_ARTIFACT, Event, Series, Tag
 from samestep.spec import JobSpec, dump_spec
 from samestep.telemetry.mlflow_client import load_mlflow
+from samestep.telemetry.records import StepRecord
 from samestep.telemetry.sinks import deliver_rest
+from samestep.telemetry.spool import START, Record, Spool
 
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
+ABSENT = "does not take records"
+
+HELD = """
+import threading
+from pathlib import Path
+
+from tiny import Tiny
+
+
+class Held(Tiny):
+    def __init__(self, gate, holds):
+        super().__init__()
+        self.gates = {step: Path(gate, str(step)) for step in holds}
+
+    def before_step(self, model, step):
+        while step in self.gates and not self.gates[step].exists():
+            threading.Event().wait(0.02)
+        super().before_step(model, step)
+"""
 
 pytestmark = pytest.mark.timeout(400)
+# torch.export and MLflow's loaders use what torch has marked as old.
+packs_a_model = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+
+def records_of(run: Storage) -> list[Record]:
+    """What the run's ledger holds."""
+    return [line.record for line in Spool(run, START).read(10_000)]
+
+
+def steps_of(run: Storage) -> list[tuple[int, float]]:
+    """Each step and its loss, as the run's ledger holds them."""
+    return [(r.step, r.loss) for r in records_of(run) if isinstance(r, StepRecord)]
 
 
 @pytest.fixture
@@ -123,34 +160,101 @@ def test_a_run_over_two_attempts_and_recorders_is_one_mlflow_run_with_each_point
     assert whole["args.x"] == "a" * 20_000
 
 
-def test_what_a_server_missed_while_it_was_away_arrives_later_and_once(
-    make_story: MakeStory, serve: Callable[[int], Callable[[], None]], wait_until: WaitUntil
+@packs_a_model
+def test_a_server_that_comes_goes_and_comes_in_mid_run_changes_nothing_and_gets_each_point_once(
+    make_spec: Callable[..., JobSpec],
+    folder: Path,
+    straight: Outcome,
+    tmp_path: Path,
+    serve: Callable[[int], Callable[[], None]],
+    wait_until: WaitUntil,
 ) -> None:
+    (tmp_path / "held.py").write_text(HELD)
     port = free_port()
     uri = f"http://127.0.0.1:{port}"
-    story = make_story(tracking={"uri": uri})
-    story.open()
-    story.begin(0)
-    story.steps(0, 5)
-    absent = "does not take records"
-    wait_until(lambda: any(absent in text for text in story.heard()), 30, "a warning")
-    stop = serve(port)
-    wait_until(lambda: story.num_delivered() == 5, 90, "what waited arrives")
-    stop()
-    story.steps(5, 9)
-    wait_until(lambda: sum(absent in t for t in story.heard()) == 2, 60, "the second outage")
-    story.steps(9, 12)
-    stop = serve(port)
-    story.finish(step=12)
-    wait_until(lambda: story.num_delivered() == 12, 90, "what waited arrives")
-    assert sum(absent in text for text in story.heard()) == 2
-    assert sum("mlflow is back" in text for text in story.heard()) == 2
-    story.recorder.close()
-    run = only_run(uri)
-    assert run.info.status == "FINISHED"
-    expected = [(step, 1 / (step + 3)) for step in range(12)]
-    assert history(uri, run.info.run_id, Series.LOSS) == expected
-    stop()
+    spec = make_spec(
+        mode="local",
+        workload="held:Held",
+        args={"gate": str(tmp_path), "holds": [3, 6, 9]},
+        tracking={"uri": uri},
+    )
+    run = Storage.at(f"{spec.storage}/r")
+    said: list[str] = []
+    delivered: list[int] = []
+
+    def observe(status: dict[str, Any]) -> None:
+        said.extend(item["text"] for item in status["messages"])
+        delivered.append(status["mlflow"]["num_steps"])
+
+    def num_said(text: str) -> int:
+        return sum(text in line for line in said)
+
+    def num_steps() -> int:
+        return len(steps_of(run)) if run.exists("spec.yaml") else 0
+
+    def stir() -> None:
+        try:
+            wait_until(lambda: num_said(ABSENT) == 1, 90, "a warning")
+            stop = serve(port)
+            wait_until(lambda: max(delivered) > 0, 90, "what waited arrives")
+            stop()
+            (tmp_path / "3").touch()
+            wait_until(lambda: num_said(ABSENT) == 2, 90, "the second outage")
+            (tmp_path / "6").touch()
+            wait_until(lambda: num_steps() > 6, 90, "steps without a server")
+            assert max(delivered) <= 3
+            serve(port)
+            wait_until(lambda: max(delivered) > 6, 90, "what waited arrives")
+        finally:
+            for step in (3, 6, 9):
+                (tmp_path / str(step)).touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        stirred = pool.submit(stir)
+        outcome = train(spec, name="r", search=[tmp_path, folder], observer=observe)
+        stirred.result()
+    assert (outcome.status, outcome.digest) == ("done", straight.digest)
+    assert num_said(ABSENT) == num_said("mlflow is back") == 2
+    told = only_run(uri)
+    assert told.info.status == "FINISHED"
+    assert steps_of(run) == steps_of(Storage.at(straight.run))
+    assert history(uri, told.info.run_id, Series.LOSS) == steps_of(run)
+    assert len(steps_of(run)) == 12
+    for name in told.data.metrics:
+        if not name.startswith("system/"):
+            steps = [step for step, _ in history(uri, told.info.run_id, name)]
+            assert steps == sorted(set(steps)), name
+
+
+@packs_a_model
+def test_a_run_that_goes_back_has_each_point_once_per_branch(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    spec = make_spec(
+        mode="local",
+        args={"nan_at": 7},
+        incidents={"non_finite": "rollback", "rollback_steps": 3},
+        tracking={"enabled": True},
+    )
+    outcome = train(spec, name="r", search=[folder])
+    assert outcome.status == "done"
+    branches: list[list[StepRecord]] = [[]]
+    for record in records_of(Storage.at(outcome.run)):
+        if isinstance(record, StepRecord):
+            branches[-1].append(record)
+        elif record.event == Event.ROLLED_BACK:
+            branches.append([])
+    went, goes = ([record.step for record in branch] for branch in branches)
+    assert (went, goes) == (list(range(7)), list(range(4, outcome.step)))
+    uri = f"sqlite:///{spec.storage}/mlflow.db"
+    told = only_run(uri)
+    assert told.data.tags[Tag.BRANCH] == "1"
+    run_id = told.info.run_id
+    rates = [(record.step, record.lr[0]) for branch in branches for record in branch]
+    assert history(uri, run_id, Series.LEARNING_RATE) == sorted(rates)
+    # The steps that went wrong are left out the second time, and have no loss then.
+    losses = [step for step, _ in history(uri, run_id, Series.LOSS)]
+    assert losses == [*range(7), *range(8, outcome.step)]
 
 
 def test_a_server_that_never_answers_holds_up_nothing(make_story: MakeStory) -> None:
@@ -166,7 +270,7 @@ def test_a_server_that_never_answers_holds_up_nothing(make_story: MakeStory) -> 
         assert time.monotonic() - started < 3
         story.recorder.close()
         assert time.monotonic() - started < 20
-        assert sum("does not take records" in text for text in story.heard()) == 1
+        assert sum(ABSENT in text for text in story.heard()) == 1
     assert story.num_delivered() == 0
 
 
@@ -185,7 +289,7 @@ def test_the_weights_are_the_same_whatever_becomes_of_the_tracking_server(
         spec = make_spec(mode="local", tracking=tracking)
         outcome = train(spec, name="r", search=[folder], observer=observe)
     assert (outcome.status, outcome.digest) == ("done", straight.digest)
-    assert sum("does not take records" in text for text in said) == 1
+    assert sum(ABSENT in text for text in said) == 1
 
 
 def test_a_required_server_that_is_not_there_refuses_the_start_and_frees_the_run(
