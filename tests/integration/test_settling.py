@@ -1,4 +1,4 @@
-"""A run whose recorder is killed: MLflow learns of it from the next command that sees the run."""
+"""A run whose recorder is killed: MLflow and Prometheus learn of it from the next command."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from samestep.spec import dump_spec, parse_spec
 from samestep.telemetry.mlflow_client import load_mlflow
 from samestep.telemetry.settling import is_due
 from samestep.telemetry.sinks import open_recorder, plan_sinks
+from samestep.telemetry.targets import announced
 
 JOB = {
     "workload": "tiny:Tiny",
     "batch_size": 8,
     "shards": 2,
     "max_steps": 9,
-    "metrics": {"enabled": False},
 }
 HELD = """
 import sys
@@ -70,12 +70,15 @@ def test_a_killed_run_is_killed_in_mlflow_after_the_next_look_and_running_when_i
 
     assert tracked().info.status == "RUNNING"
     assert is_due(killed)
+    place = Storage.at(str(tmp_path / "runs"))
+    assert list(announced(place)) == ["a"]
     show = start_command("show", killed.uri, cwd=tmp_path)
     output, _ = show.communicate(timeout=120)
     assert show.returncode == 0, output
     assert "MLflow" not in output
     assert "status      died" in output
     assert not is_due(killed)
+    assert announced(place) == {}
     found = tracked()
     assert found.info.status == "KILLED"
     assert found.data.tags[Tag.STATUS] == "died"
@@ -88,6 +91,9 @@ def test_a_killed_run_is_killed_in_mlflow_after_the_next_look_and_running_when_i
         assert recorder.drain() == []
         assert tracked().info.status == "RUNNING"
         assert not is_due(killed)
+        show = start_command("show", killed.uri, cwd=tmp_path)
+        assert show.wait(120) == 0
+        assert list(announced(place)) == ["a"]
     finally:
         recorder.close()
     assert tracked().info.status == "KILLED"

@@ -1,4 +1,4 @@
-"""Tells MLflow of runs that died, on the way: see `telemetry.settling`."""
+"""Tells Prometheus and MLflow of runs that died, on the way: see `telemetry.settling`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Final
 import samestep
 from samestep.checkpoint.storage import Storage
 from samestep.telemetry.settling import is_due
+from samestep.telemetry.targets import withdraw_left
 
 LIMIT_S: Final = 30.0
 
@@ -20,9 +21,12 @@ LIMIT_S: Final = 30.0
 def settle(runs: Iterable[Storage]) -> None:
     """Settles those that need it, within half a minute; takes no time where none does.
 
-    In a process of its own: MLflow's client may wait for longer than anybody who only looks at a
-    run, and such a process can be ended.
+    MLflow is told in a process of its own: its client may wait for longer than anybody who only
+    looks at a run, and such a process can be ended.
     """
+    runs = list(runs)
+    for run in runs:
+        withdraw_left(run)
     due = [run.uri for run in runs if is_due(run)]
     if not due:
         return

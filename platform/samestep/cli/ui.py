@@ -21,7 +21,7 @@ from samestep.cli.find import RUNS
 from samestep.cli.settle import settle
 from samestep.errors import InputError
 from samestep.names import TRACKING_DATABASE, TRACKING_FILE, Env
-from samestep.telemetry.targets import announced
+from samestep.telemetry.targets import announced, withdraw_all_left
 
 START_S: Final = 120.0
 STOP_S: Final = 10.0
@@ -42,6 +42,7 @@ def ui(
     Ctrl-C ends it. Runs that are tracked by a server (MLFLOW_TRACKING_URI) are seen there.
     """
     place = Storage.at(storage)
+    withdraw_all_left(place)
     for line in _pages(announced(place)):
         print(line)
     server = os.environ.get(Env.MLFLOW_TRACKING_URI, "")

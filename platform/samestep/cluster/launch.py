@@ -28,6 +28,7 @@ from samestep.telemetry import lease as leases
 from samestep.telemetry.identity import read_result, read_spec
 from samestep.telemetry.link import Target
 from samestep.telemetry.sinks import SinkPlan, deliver_rest, plan_sinks
+from samestep.telemetry.targets import withdraw_all_left
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ def train(
             return followed
     if restart and run.list():
         _set_aside(run, name)
+    withdraw_all_left(replace(run, root=run.root.rpartition("/")[0]))
     plan = plan_sinks(spec, run.uri, workload_folder=search[0])
     finished = _finished(run, name, spec)
     if finished is not None:

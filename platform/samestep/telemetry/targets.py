@@ -7,11 +7,13 @@ alive. (They can't lie in the run directories: Prometheus takes a pattern in a f
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 from samestep.checkpoint.storage import Storage
-from samestep.errors import StorageError
+from samestep.errors import SamestepError, StorageError
 from samestep.names import TARGET_SUFFIX, TARGETS_DIR
+from samestep.telemetry import lease as leases
 
 JOB = "samestep"
 
@@ -33,6 +35,35 @@ def withdraw(run: Storage) -> None:
     storage, name = _place(run)
     if storage.exists(name):
         storage.delete(name)
+
+
+def withdraw_left(run: Storage) -> None:
+    """Takes back what a run said whose process was killed; never raises.
+
+    A run that lives, or whose process is on another machine, is left alone.
+    """
+    with suppress(SamestepError):  # it lives, or may not be written from here
+        storage, name = _place(run)
+        if not storage.exists(name):
+            return
+        present = leases.holder(run)
+        if present is None:  # the run itself is gone
+            withdraw(run)
+        elif not present.alive:
+            lease = leases.acquire(run, wait_s=0)  # it might be started again just now
+            try:
+                withdraw(run)
+            finally:
+                lease.release()
+
+
+def withdraw_all_left(storage: Storage) -> None:
+    """The same for all runs of a storage folder; takes no time where none is alive or left."""
+    with suppress(SamestepError):
+        if storage.exists(TARGETS_DIR):
+            for name in storage.list(TARGETS_DIR):
+                if name.endswith(TARGET_SUFFIX):
+                    withdraw_left(storage.child(name.removesuffix(TARGET_SUFFIX)))
 
 
 def announced(storage: Storage) -> dict[str, str]:

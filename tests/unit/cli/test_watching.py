@@ -18,6 +18,7 @@ from samestep.cli.main import app
 from samestep.cli.watch import picture
 from samestep.names import TimePart
 from samestep.replay.watching import Curve, Watching
+from samestep.telemetry import lease as leases
 from samestep.telemetry.ledger import LedgerWriter
 from samestep.telemetry.records import StepRecord
 from samestep.telemetry.targets import announce
@@ -158,13 +159,18 @@ def test_a_steep_curve_has_no_holes() -> None:
     assert all(line[11:].strip("\u2800") for line in lines)
 
 
-def test_ui_names_pages_of_live_runs_and_a_tracking_server(
+def test_ui_names_pages_of_live_runs_alone_and_a_tracking_server(
     samestep: Command, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    announce(make_run("a"), "127.0.0.1:4711")
+    alive, left = make_run("a"), make_run("left")
+    announce(alive, "127.0.0.1:4711")
+    announce(left, "127.0.0.1:4712")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    lease = leases.acquire(alive)
     result = samestep("ui")
+    lease.release()
     assert result.exit_code == 0, result.output
+    assert "4712" not in result.output
     assert "metrics of a: http://127.0.0.1:4711/metrics" in result.output
     assert "MLflow: http://mlflow:5000" in result.output
 

@@ -27,6 +27,7 @@ from samestep.checkpoint.reading import choose
 from samestep.checkpoint.storage import Storage
 from samestep.replay.summary import summarize
 from samestep.telemetry.past import read_past
+from samestep.telemetry.targets import announce, announced
 
 WORKLOAD = """
 import torch
@@ -223,6 +224,15 @@ def test_restart_starts_over_and_keeps_the_run_before(
     assert other.digest != first.digest
     kept = json.loads(Path(f"{first.run}.replaced-1/result.json").read_text())
     assert kept["digest"] == first.digest
+
+
+def test_a_start_takes_back_what_killed_runs_beside_it_told_prometheus(
+    make_spec: Callable[..., JobSpec], folder: Path
+) -> None:
+    place = Storage.at(make_spec().storage)
+    announce(place.child("left"), "127.0.0.1:4711")
+    train(make_spec(metrics={"enabled": False}), search=[folder])
+    assert announced(place) == {}
 
 
 def test_other_data_on_resume_is_refused_with_both_sizes(
