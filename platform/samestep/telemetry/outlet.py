@@ -1,7 +1,9 @@
 """Runs one sink in a thread of its own, off the ledger, so that it fails alone.
 
 The recorder only says that there is something new, which takes no time whatever the sink is doing.
-What the sink could not take stays in the ledger and is tried again, with pauses that grow.
+What the sink could not take stays in the ledger and is tried again, with pauses that grow to half
+a minute, for as long as the run lives: a try costs little, and an outage of a night must not need
+anybody in the morning. It is told at once and then ever more rarely.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ MAX_NOTES: Final = 100
 MAX_REPORTS: Final = 10_000
 FIRST_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 30.0
+REMINDER_S: Final = 600.0
+"""A failure is told of again when it has lasted for so long, and each time that has doubled."""
 IDLE_S: Final = 60.0
 DRAIN_S: Final = 40.0
 FAILING_DRAIN_S: Final = 5.0
@@ -78,6 +82,7 @@ class Outlet:
         self._num_delivered = self._num_failures = 0
         self._hurry = self._closing = False
         self._failing_since: float | None = None
+        self._reminder_s = REMINDER_S
         self._spool = Spool(info.run, sink.started(replace(info, say=self._notes.append)))
         self._thread = threading.Thread(
             target=self._work, name=f"{THREAD_SINK_PREFIX}{sink.name}", daemon=True
@@ -240,14 +245,25 @@ class Outlet:
             self._changed.notify_all()
 
     def _note_failure(self, error: Exception) -> None:
+        now = self._monotonic()
         if self._failing_since is None:
-            text = self.sink.explain(error)
-            logger.info("run=%s %s", self._run, text)  # told as a note; once is enough
-            self._notes.append(text)
-            self._failing_since = self._monotonic()
+            self._failing_since, self._reminder_s = now, REMINDER_S
+            self._tell(self.sink.explain(error))
+        elif now - self._failing_since >= self._reminder_s:
+            lasted_s = now - self._failing_since
+            while self._reminder_s <= lasted_s:
+                self._reminder_s *= 2
+            self._tell(
+                f"for {lasted_s / 60:.0f} min now, with {self.num_waiting} records waiting: "
+                f"{self.sink.explain(error)}"
+            )
         with self._changed:
             self._num_failures += 1
             self._changed.notify_all()
+
+    def _tell(self, text: str) -> None:
+        logger.info("run=%s %s", self._run, text)  # people see the note
+        self._notes.append(text)
 
     def _note_success(self) -> None:
         if self._failing_since is not None:

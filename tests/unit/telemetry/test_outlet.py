@@ -141,6 +141,36 @@ def test_a_failure_is_told_once_and_what_failed_is_delivered_again(
         outlet.close(5)
 
 
+def test_a_failure_that_lasts_is_told_again_ever_more_rarely_and_tried_without_an_end(
+    run: Storage, open_recorder: Open, tell: Any
+) -> None:
+    away_min = 100  # a try each minute, as the clock of this test has it
+    sink = Fake(failures=[OSError("away")] * away_min)
+    recorder = open_recorder()
+    tell(recorder, 0, 3)
+    outlet = Outlet(
+        sink,
+        RunInfo(run=run, name="r", spec=SPEC),
+        num_lines=4,
+        monotonic=lambda: 60.0 * (away_min - len(sink.failures)),
+        first_backoff_s=0.001,
+    )
+    try:
+        while not outlet.drain(5, failing_timeout_s=5):
+            assert sink.num_takes <= away_min
+        assert sink.steps == [0, 1, 2]
+        assert outlet.notes() == [
+            "fake fails: away",
+            *(
+                f"for {m} min now, with 4 records waiting: fake fails: away"
+                for m in (10, 20, 40, 80)
+            ),
+            "fake is back after 5940 s",
+        ]
+    finally:
+        outlet.close(5)
+
+
 def test_a_sink_may_ask_for_everything_again(open_recorder: Open, tell: Any, run: Storage) -> None:
     recorder = open_recorder()
     tell(recorder, 0, 3)
