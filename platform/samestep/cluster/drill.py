@@ -174,7 +174,7 @@ class _Round:
     def __init__(self, drill: Drill, ground: Ground, name: str, strikes: Sequence[Strike]) -> None:
         self._drill = drill
         self._ground = ground
-        self._frozen: list[Member] = []
+        self._lost: list[Member] = []
         self._name = name
         self._due = list(strikes)
         self._struck: list[Blow] = []
@@ -196,7 +196,7 @@ class _Round:
                 self._driver.kill()
                 self._driver.wait()
             # Whoever was stopped for good could not be ended otherwise.
-            self._ground.signal(self._ground.living(self._frozen), signal.SIGKILL)
+            self._ground.signal(self._ground.living(self._lost), signal.SIGKILL)
         self._watch()
         for blow in missed(self._due, at_step=self._watched.num_steps, at_s=time.time()):
             self._drill.say(f"{self._name}: {blow.strike.fault} {blow.note}")
@@ -255,15 +255,26 @@ class _Round:
                 return  # between two groups: it strikes the next one
             self._due.pop(0)
             at_s = time.time()
-            note = self._strike(strike)
+            holders = self._holders()
+            note, missed = self._strike(strike)
+            if strike.fault not in _PLANNED:
+                holders = [] if strike.fault is Fault.KILL_DRIVER else self._holders()
             self._drill.say(
                 f"{self._name}: {strike.fault} at step {self._watched.num_steps}"
                 + (f" ({note})" if note else "")
             )
-            blow = Blow(strike=strike, at_step=self._watched.num_steps, at_s=at_s, note=note)
+            blow = Blow(
+                strike=strike,
+                at_step=self._watched.num_steps,
+                at_s=at_s,
+                note=note,
+                missed=missed,
+                state_lives=bool(holders),
+            )
             self._struck.append(blow)
 
-    def _strike(self, strike: Strike) -> str:
+    def _strike(self, strike: Strike) -> tuple[str, bool]:
+        """Strikes; tells whom, and whether nobody was there to be struck."""
         match strike.fault:
             case Fault.KILL_WORKER:
                 return self._signal_worker(strike, signal.SIGKILL)
@@ -278,25 +289,28 @@ class _Round:
             case Fault.KILL_RECORDER:
                 return self._signal(self._recorder(), signal.SIGKILL)
             case Fault.KILL_NODE | Fault.DRAIN_NODE | Fault.CUT_NODE | Fault.ADD_NODE:
-                return self._ground.strike(strike.fault, strike.worker)
+                address = self._ground.strike(strike.fault, strike.worker)
+                return address or "left alone: it is the last node", not address
             case Fault.KILL_DRIVER | Fault.STOP_DRIVER:
                 assert self._driver is not None
                 kills = strike.fault is Fault.KILL_DRIVER
                 self._driver.send_signal(signal.SIGKILL if kills else signal.SIGTERM)
-                return f"pid {self._driver.pid}"
+                return f"pid {self._driver.pid}", False
 
-    def _signal_worker(self, strike: Strike, number: signal.Signals) -> str:
+    def _signal_worker(self, strike: Strike, number: signal.Signals) -> tuple[str, bool]:
         members = self._workers()
-        member = members[strike.worker % len(members)]
-        if number is signal.SIGSTOP:
-            self._frozen.append(member)
-        return self._signal([member], number)
+        return self._signal([members[strike.worker % len(members)]], number)
 
-    def _signal(self, members: Sequence[Member], number: signal.Signals) -> str:
-        """Sends it to all; tells to whom."""
+    def _signal(self, members: Sequence[Member], number: signal.Signals) -> tuple[str, bool]:
+        """Sends it to all; tells to whom, and whether nobody was there."""
         gone = [member.pid for member in self._ground.signal(members, number)]
-        told_pids = ", ".join(str(member.pid) for member in members) or "nobody was there"
-        return f"pid {told_pids}" + (f"; gone before: {gone}" if gone else "")
+        if number is not signal.SIGTERM:
+            self._lost.extend(members)
+        if not members:
+            return "nobody was there", True
+        told_pids = "pid " + ", ".join(str(member.pid) for member in members)
+        note = told_pids + (f"; gone before: {gone}" if gone else "")
+        return note, len(gone) == len(members)
 
     def _workers(self) -> list[Member]:
         """Living workers of the present attempt, by world rank."""
@@ -308,6 +322,10 @@ class _Round:
             for host, pid in zip(fields["hosts"], fields["pids"], strict=True)
         ]
         return self._ground.living(members)
+
+    def _holders(self) -> list[Member]:
+        """Those of the present attempt that still hold the state."""
+        return [member for member in self._workers() if member not in self._lost]
 
     def _recorder(self) -> list[Member]:
         """The process that writes the run, unless it is gone."""
@@ -323,6 +341,13 @@ _NEEDS_WORKERS: Final = (
     Fault.TERMINATE_WORKER,
     Fault.TERMINATE_ALL_WORKERS,
     Fault.FREEZE_WORKER,
+)
+# Those who are struck leave as planned: they hand the state over, or save it.
+_PLANNED: Final = (
+    Fault.TERMINATE_WORKER,
+    Fault.TERMINATE_ALL_WORKERS,
+    Fault.DRAIN_NODE,
+    Fault.STOP_DRIVER,
 )
 _ENDS_DRIVER: Final = (Fault.KILL_DRIVER, Fault.STOP_DRIVER, Fault.TERMINATE_ALL_WORKERS)
 

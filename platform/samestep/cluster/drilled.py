@@ -22,7 +22,10 @@ class Struck:
         held_up_s: the longest time without a new step, from then to the next strike; evaluations
             are not in it.
         redone: steps taken again by attempts that began from then to the next strike.
-        note: where it could not strike, why.
+        note: whom it hit; where it could not strike, why.
+        missed: it could not strike.
+        state_lives: when it had struck a worker still held the state, so that nothing of what it
+            had taken need be taken again.
     """
 
     strike: Strike
@@ -30,6 +33,8 @@ class Struck:
     held_up_s: float | None
     redone: int
     note: str = ""
+    missed: bool = False
+    state_lives: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +75,25 @@ class Blow:
         at_step: steps taken then.
         at_s: seconds since the epoch.
         note: whom it hit; where it could not strike, why.
+        missed: it could not strike.
+        state_lives: when it had struck a worker still held the state.
     """
 
     strike: Strike
     at_step: int
     at_s: float
     note: str
+    missed: bool = False
+    state_lives: bool = True
 
 
 def missed(strikes: Sequence[Strike], *, at_step: int, at_s: float) -> list[Blow]:
     """Faults that were due only after the run had ended: told, not passed over."""
     note = f"did not strike: the run ended after {at_step} steps"
-    return [Blow(strike=strike, at_step=at_step, at_s=at_s, note=note) for strike in strikes]
+    return [
+        Blow(strike=strike, at_step=at_step, at_s=at_s, note=note, missed=True)
+        for strike in strikes
+    ]
 
 
 @dataclass(kw_only=True)
@@ -133,6 +145,8 @@ class Watched:
                     held_up_s=max(gaps) if gaps else None,
                     redone=redone,
                     note=blow.note,
+                    missed=blow.missed,
+                    state_lives=blow.state_lives,
                 )
             )
         return found

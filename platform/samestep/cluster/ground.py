@@ -41,7 +41,10 @@ class Ground(Protocol):
         """Sends it to all; those that were gone already."""
 
     def strike(self, fault: Fault, number: int) -> str:
-        """Strikes a node, whose number is taken modulo how many there are; tells which."""
+        """Strikes a node, whose number is taken modulo how many there are; tells which.
+
+        Empty: none, since it is the last one.
+        """
 
     def restore(self) -> None:
         """Makes ready for another run: as many nodes as in the beginning."""
@@ -85,7 +88,7 @@ class OwnNodes:
         if fault is Fault.ADD_NODE:
             return nodes.add().address
         if len(nodes.nodes) < 2:
-            return "left alone: it is the last node"
+            return ""
         node = nodes.nodes[number % len(nodes.nodes)]
         match fault:
             case Fault.KILL_NODE:

@@ -91,7 +91,7 @@ class Snapshots:
         every = spec.checkpoint.snapshot_every
         self._is_automatic = every == "auto"
         self._every = 0 if every == "auto" else every
-        self._next = first_step + (FIRST_AFTER_STEPS if every == "auto" else every)
+        self._next = self._first_after(first_step)
         self._timed_from = (first_step, monotonic())
         self._images: list[Image | None] = [None, None]
         self._num_taken = 0
@@ -158,6 +158,8 @@ class Snapshots:
         self.cost_s = ended_s - started_s
         self._timed_from = (step, ended_s)
         self._next = step + max(self._every, 1)
+        if not self._is_automatic:
+            self._next -= step % self._every
 
     def after_exchange(self) -> None:
         """Every worker has taken another step since `take`: what was copied is whole."""
@@ -188,6 +190,16 @@ class Snapshots:
         """Ends the thread; what it was about to finish is finished."""
         self._join()
         self._images = [None, None]
+
+    def _first_after(self, first_step: int) -> int:
+        """When the first one is due; by hand at multiples of the interval.
+
+        Counted from the attempt's first step instead, a restart would stretch the interval up to
+        twice its length. One that was not whole yet when the attempt before ended is taken again.
+        """
+        if self._is_automatic:
+            return first_step + FIRST_AFTER_STEPS
+        return max(1, math.ceil(first_step / max(self._every, 1))) * self._every
 
     def _interval(self, step: int, now_s: float) -> int:
         """Steps until the next one, as this worker measured it."""

@@ -78,3 +78,4 @@ def test_a_fault_that_never_struck_is_told_and_costs_nothing() -> None:
     assert struck.held_up_s == 0.5
     assert (never.strike, never.held_up_s, never.redone) == (late, None, 0)
     assert never.note == "did not strike: the run ended after 36 steps"
+    assert (struck.missed, never.missed) == (False, True)

@@ -154,6 +154,32 @@ def test_the_interval_is_such_that_copies_take_a_hundredth_of_the_time(
     assert snapshot.load("/a/run", taken[-2]).records == [{"step": 1}]
 
 
+@pytest.mark.parametrize(("first_step", "due"), [(0, [5, 10]), (7, [10, 15]), (10, [11, 15])])
+def test_a_restart_does_not_stretch_the_interval_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_step: int, due: list[int]
+) -> None:
+    monkeypatch.setenv("SAMESTEP_SHARED_MEMORY", str(tmp_path))
+    job = {"workload": "a:B", "batch_size": 1, "epochs": 1, "checkpoint": {"snapshot_every": 5}}
+    snapshots = Snapshots(
+        spec=parse_spec(job),
+        parts=parts_of(),
+        records=list,
+        peers=Peers(None),
+        node=Node(local_rank=0, local_size=1),
+        run_uri="/a/run",
+        attempt=2,
+        first_step=first_step,
+    )
+    taken = []
+    for step in range(first_step + 1, 16):
+        snapshots.after_exchange()
+        if snapshots.is_due(step):
+            snapshots.take(step, extras={})
+            taken.append(step)
+    snapshots.close()
+    assert taken[:2] == due
+
+
 @pytest.mark.parametrize(
     ("optimizer", "copies", "needed"),
     [("sgd", 1, "0.4"), ("momentum", 1, "0.8"), ("adamw", 1, "1.2"), ("adamw", 3, "3.6")],
