@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -47,6 +48,7 @@ BUNDLE_S: Final = 60.0
 HURRY_S: Final = 5.0
 """The same at a planned stop, which may have little time."""
 MAX_STEPS: Final = 500
+MAX_RECORDS: Final = 20_000
 """Steps between the state and the incident whose samples are kept at most."""
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ class Evidence:
         if_idle: bool = False,
         later: bool = False,
         record: StepRecord | None = None,
-        records: Sequence[Mapping[str, Any]] = (),
+        records: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         """Copies what there is now, and writes the incident's bundle behind the training.
 
@@ -149,7 +151,7 @@ class Evidence:
                 source=source,
                 samples=None,
                 record=record,
-                records=list(records),
+                records=list(deque(records, maxlen=MAX_RECORDS)),
                 numerics=self._fingerprint,
                 module=self._module,
                 missing=missing,
@@ -172,7 +174,7 @@ class Evidence:
         incident: Incident,
         state_of: Callable[[], State],
         *,
-        records: Sequence[Mapping[str, Any]],
+        records: Iterable[Mapping[str, Any]],
     ) -> None:
         """Keeps evidence of what was found after an update; never raises.
 

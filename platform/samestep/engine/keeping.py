@@ -15,6 +15,7 @@ from samestep.engine.appraisal import Appraisal
 from samestep.engine.detection import Detection
 from samestep.engine.node import Node, require_room
 from samestep.engine.peers import Peers
+from samestep.engine.recording import Recording
 from samestep.engine.resume import Saved
 from samestep.engine.saving import Saving
 from samestep.engine.setup import Built
@@ -38,6 +39,7 @@ class Keeping:
         built: what the workload gave.
         appraisal: what evaluations decided; a part of it is kept with the state.
         detection: what steps are judged by; kept with the state as well.
+        recording: knows the ledger records that a snapshot has to hold.
         peers: the other workers.
         run: the run directory.
         target: the recorder.
@@ -57,6 +59,7 @@ class Keeping:
         built: Built,
         appraisal: Appraisal,
         detection: Detection,
+        recording: Recording,
         peers: Peers,
         run: Storage,
         target: Target,
@@ -69,6 +72,7 @@ class Keeping:
         self._built = built
         self._appraisal = appraisal
         self._detection = detection
+        self._recording = recording
         self._peers = peers
         self._start = start
         self._fingerprint = fingerprint
@@ -90,7 +94,7 @@ class Keeping:
         self._snapshots = Snapshots(
             spec=spec,
             parts=built.parts,
-            records=link.undelivered if link is not None else tuple,
+            records=recording.rest,
             peers=peers,
             node=node,
             run_uri=run.uri,
@@ -167,7 +171,8 @@ class Keeping:
             agreed, began_s = self._agreed_at == step, time.perf_counter()
             self._saving.save(step, extras=extras, meta=self._meta(evaluation), is_agreed=agreed)
             self._news[SAVE] = time.perf_counter() - began_s
-        if self._snapshots.is_due(step):
+        # While the recorder is away for long the last one stays: it has all records before it.
+        if self._snapshots.is_due(step) and not self._recording.is_behind:
             self._saving.wait_until_prepared()
             self._snapshots.take(step, extras=extras)
             assert self._snapshots.cost_s is not None

@@ -138,6 +138,7 @@ class Loop:
             built=built,
             appraisal=self._appraisal,
             detection=self._detection,
+            recording=self._recording,
             peers=peers,
             run=run,
             target=target,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -34,6 +34,7 @@ class Recording:
         self._link = link
         self._attempt = attempt
         self._backlog = Backlog()
+        self._num_told = 0
 
     @property
     def delivered(self) -> int:
@@ -42,13 +43,19 @@ class Recording:
 
     def note_delivered(self, num_delivered: int) -> None:
         """Lets go of what worker 0 said is in the ledger."""
+        self._num_told = num_delivered
         self._backlog.trim(num_delivered)
 
-    def rest(self) -> tuple[Mapping[str, Any], ...]:
-        """Records that may be missing in the ledger, in order."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether the ledger lacks more records than memory holds; the same on every worker."""
+        return self._backlog.is_long(self._num_told)
+
+    def rest(self) -> Iterable[Mapping[str, Any]]:
+        """Records that may be missing in the ledger, in order; as they are when they are read."""
         if self._link is not None:
             self._backlog.trim(self._link.num_delivered)
-        return tuple(self._backlog.records)
+        return self._backlog.records
 
     def require_current(self) -> None:
         """Raises where the recorder has found a divergence, or knows a later attempt."""

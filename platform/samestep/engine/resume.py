@@ -6,6 +6,7 @@ to be asked. A survivor's state is sent to those that lack it over the process g
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -34,7 +35,7 @@ from samestep.incidents.record import Incident
 from samestep.incidents.rollback import Rollback
 from samestep.names import IncidentKind
 from samestep.spec import JobSpec
-from samestep.telemetry.link import Target
+from samestep.telemetry.link import MAX_BATCH, Target
 
 logger = logging.getLogger(__name__)
 
@@ -296,9 +297,13 @@ class Resumption:
 
     def _deliver(self, held: Held) -> None:
         """Brings into the ledger what a dead worker may not have sent; what is there stays once."""
-        if held.records and held.attempt == self._attempt:
-            sender = f"late-{uuid.uuid4().hex}"
-            self._target.call("push", held.attempt, sender, 1, list(held.records))
+        if held.attempt == self._attempt:
+            sender, records = f"late-{uuid.uuid4().hex}", iter(held.records)
+            for sequence in itertools.count(1):
+                batch = list(itertools.islice(records, MAX_BATCH))
+                if not batch:
+                    break
+                self._target.call("push", held.attempt, sender, sequence, batch)
 
     def _choose_checkpoint(self) -> None:
         """The newest whole checkpoint that worker 0 sees."""

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -54,7 +54,7 @@ class Snapshots:
     Args:
         spec: the job.
         parts: the live objects.
-        records: ledger records that were not acknowledged, at present.
+        records: of the attempt that may be missing in the ledger, at present.
         peers: the other workers.
         node: this worker's place on its node.
         run_uri: the run directory.
@@ -73,7 +73,7 @@ class Snapshots:
         *,
         spec: JobSpec,
         parts: Parts,
-        records: Callable[[], Sequence[Mapping[str, Any]]],
+        records: Callable[[], Iterable[Mapping[str, Any]]],
         peers: Peers,
         node: Node,
         run_uri: str,

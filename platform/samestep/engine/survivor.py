@@ -8,7 +8,7 @@ sent to those that lack it when the next group has formed (`resume`, `handover`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ class Held:
     attempt: int
     state: State
     built: Built | None
-    records: tuple[Mapping[str, Any], ...] = ()
+    records: Iterable[Mapping[str, Any]] = ()
 
     @property
     def rest(self) -> Rest:

@@ -1,9 +1,9 @@
 """The worker's side of the recorder: a thread that delivers records, in order, each once.
 
-The training thread only puts records into a queue. Batches are numbered and acknowledged; one is
-under way at a time, and it is sent again, unchanged, until its answer arrives. The link asks at
-least once a second even with nothing to send: so the worker learns of a stop, of a divergence, and
-that its attempt is no longer the present one.
+The training thread only puts records into a queue, which goes on in files where memory can't hold
+it. Batches are numbered and acknowledged; one is under way at a time, and it is sent again,
+unchanged, until its answer arrives. The link asks at least once a second even with nothing to send:
+so the worker learns of a stop, of a divergence, and that its attempt is no longer the present one.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from samestep.errors import RecorderError
 from samestep.names import THREAD_LINK
+from samestep.telemetry.record_queue import RecordQueue, decoded
 
 if TYPE_CHECKING:
     from samestep.telemetry.recorder import Recorder
 
 INTERVAL_S: Final = 1.0
 TIMEOUT_S: Final = 60.0
-MAX_QUEUE: Final = 100_000
 MAX_BATCH: Final = 10_000
 FIRST_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 5.0
@@ -106,7 +105,7 @@ class Link:
         sender: names the worker within the attempt.
         interval_s: least time between two batches, and longest between two questions.
         timeout_s: how long the recorder may be away before `flush` gives up.
-        max_queue: records that may wait; when it is full `record` blocks rather than drop one.
+        queue: for what waits.
         monotonic: clock in seconds.
     """
 
@@ -118,7 +117,7 @@ class Link:
         *,
         interval_s: float = INTERVAL_S,
         timeout_s: float = TIMEOUT_S,
-        max_queue: int = MAX_QUEUE,
+        queue: RecordQueue | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._target = target
@@ -126,10 +125,10 @@ class Link:
         self._sender = sender
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._max_queue = max_queue
         self._monotonic = monotonic
         self._changed = threading.Condition()
-        self._queue: deque[Mapping[str, Any]] = deque()
+        self._queue = queue if queue is not None else RecordQueue()
+        # The queue's oldest, until they are acknowledged.
         self._batch: list[Mapping[str, Any]] = []
         self._sequence = 0
         self._num_recorded = 0
@@ -167,37 +166,29 @@ class Link:
     def record(self, data: Mapping[str, Any]) -> None:
         """Queues a record (its `to_json`); never waits for the recorder.
 
-        With the queue full it waits for room, with a warning, since ledger records are never
-        dropped; once the recorder has been away for `timeout_s` it raises. After a refusal
-        records are of no use to anybody and are let go.
+        After a refusal records are of no use to anybody and are let go.
 
         Raises:
-            RecorderError: the link is broken, closed, or full with the recorder away.
+            RecorderError: the link is broken or closed, or there is no room for what waits, in
+                memory or on the disk.
         """
         with self._changed:
             if self._closing:
                 raise RecorderError("the link is closed; record before closing it")
-            if len(self._queue) >= self._max_queue:
+            if self._broken is not None:
+                raise self._broken
+            if self.refused:
+                return
+            was_in_memory = not self._queue.spooled_bytes
+            self._queue.append(data)
+            self._num_recorded += 1
+            if was_in_memory and self._queue.spooled_bytes:
                 logger.warning(
-                    "attempt=%d %d records wait for the recorder; training waits for room (%s)",
+                    "attempt=%d %d records wait for the recorder; more go to a file (%s)",
                     self._attempt,
                     len(self._queue),
                     self._last_error or "it is slow",
                 )
-                self._hurry()
-                while len(self._queue) >= self._max_queue:
-                    self._raise_if_hopeless()
-                    self._changed.wait(self._interval_s)
-            if self._broken is not None:
-                raise self._broken
-            if not self.refused:
-                self._queue.append(data)
-                self._num_recorded += 1
-
-    def undelivered(self) -> list[Mapping[str, Any]]:
-        """The records that the recorder has not acknowledged, in order."""
-        with self._changed:
-            return [*self._batch, *self._queue]
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Waits until everything recorded so far is in the ledger.
@@ -237,6 +228,8 @@ class Link:
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
+        with self._changed:
+            self._queue.clear()
         left = self._num_recorded - self._num_delivered
         if left and not self.refused:
             logger.warning(
@@ -273,12 +266,11 @@ class Link:
     def _send(self) -> None:
         while True:
             with self._changed:
-                if not self._batch and self._queue:
-                    size = min(len(self._queue), MAX_BATCH)
-                    self._batch = [self._queue.popleft() for _ in range(size)]
-                    self._sequence += 1
-                    self._changed.notify_all()
-                batch, sequence = self._batch, self._sequence if self._batch else 0
+                oldest = [] if self._batch else self._queue.oldest(MAX_BATCH)
+                self._sequence += bool(oldest)
+            if oldest:  # decoded outside of the lock: the training thread may want it
+                self._batch = [decoded(waiting) for waiting in oldest]
+            batch, sequence = self._batch, self._sequence if self._batch else 0
             ack = self._target.call("push", self._attempt, self._sender, sequence, batch)
             if not self._take(ack, batch, sequence):
                 return
@@ -300,7 +292,10 @@ class Link:
                 if ack["acknowledged"] < sequence:
                     raise RecorderError(f"the recorder answered {dict(ack)} to batch {sequence}")
                 self._num_delivered += len(batch)
+                self._queue.drop(len(batch))
                 self._batch = []
+            if self.refused:
+                self._queue.clear()
             self._changed.notify_all()
             more = self._hurried() or self._closing or len(self._queue) >= MAX_BATCH
             return bool(self._queue) and not self.refused and more
@@ -325,16 +320,6 @@ class Link:
                 logger.warning("attempt=%d recorder away, trying on: %r", self._attempt, error)
             self._last_error = error
             self._changed.notify_all()
-
-    def _raise_if_hopeless(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self.refused:
-            self._queue.clear()
-        elif self._away_since is not None:
-            away_s = self._monotonic() - self._away_since
-            if away_s > self._timeout_s:
-                raise RecorderError(self._away(len(self._queue), away_s))
 
     def _away(self, num_waiting: int, waited_s: float) -> str:
         return (

@@ -1,18 +1,27 @@
 from __future__ import annotations
 
+import itertools
 import logging
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import RecorderError
 from samestep.spec import dump_spec, parse_spec
 from samestep.telemetry.ledger import read_ledger
 from samestep.telemetry.link import InProcess, Link, Target
+from samestep.telemetry.record_queue import RecordQueue
 from samestep.telemetry.recorder import Recorder
 
 MakeStep = Callable[..., Any]
@@ -190,42 +199,111 @@ def test_recording_never_waits_for_the_recorder(
     assert max(gate.batches) == 100
 
 
-def test_a_full_queue_holds_the_trainer_up_with_a_warning_and_drops_nothing(
+def spooled_files() -> int:
+    """Open files of this process that have no name: what queues spool into."""
+    folder, found = Path("/proc/self/fd"), 0
+    for entry in folder.iterdir():
+        with suppress(OSError):
+            found += os.readlink(entry).startswith(f"{tempfile.gettempdir()}/")
+    return found
+
+
+def test_what_memory_can_not_hold_goes_to_a_file_and_the_trainer_never_waits(
     run: Storage,
     recorder: Recorder,
     connect: Callable[..., Link],
     make_step: MakeStep,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    before = spooled_files()
     gate = Gate(InProcess(recorder))
-    link = connect(gate, max_queue=3)
+    link = connect(gate, queue=RecordQueue(in_memory=3, chunk_bytes=500))
     assert gate.entered.wait(PATIENCE_S)
-
-    def train() -> None:
-        for step in range(10):
-            link.record(make_step(step).to_json())
-
-    trainer = threading.Thread(target=train)
     with caplog.at_level(logging.WARNING):
-        trainer.start()
-        until(lambda: "training waits for room" in caplog.text)
+        for step in range(50):
+            link.record(make_step(step).to_json())
+    assert caplog.text.count("3 records wait") + caplog.text.count("4 records wait") == 1
+    assert spooled_files() > before
+    assert logged(run) == []
     gate.open.set()
-    trainer.join(PATIENCE_S)
     link.flush()
-    assert logged(run) == list(range(10))
+    assert logged(run) == list(range(50))
+    assert spooled_files() == before
 
 
-def test_a_full_queue_with_the_recorder_away_for_too_long_is_an_error(
+def test_a_spool_that_is_not_delivered_goes_with_the_link(
     connect: Callable[..., Link], make_step: MakeStep
 ) -> None:
-    link = connect(Away(), max_queue=1, timeout_s=0.1)
+    before = spooled_files()
+    link = connect(Away(), queue=RecordQueue(in_memory=1))
+    for step in range(10):
+        link.record(make_step(step).to_json())
+    assert spooled_files() == before + 1
+    link.close()
+    assert spooled_files() == before
+
+
+def test_with_the_disk_full_as_well_recording_is_an_error_that_says_so(
+    connect: Callable[..., Link], make_step: MakeStep
+) -> None:
+    link = connect(Away(), queue=RecordQueue(in_memory=1, max_bytes=5000))
 
     def train() -> None:
-        for step in range(10):
+        for step in range(100):
             link.record(make_step(step).to_json())
 
-    with pytest.raises(RecorderError, match=r"the recorder is away .*nobody there"):
+    with pytest.raises(RecorderError, match=r"records wait for the recorder, .* more than 5000"):
         train()
+
+
+class Scripted:
+    """Takes batches in, as a script of "ok", "lost" (the answer) and "away" has it; then all."""
+
+    def __init__(self, script: Sequence[str]) -> None:
+        self._script = deque(script)
+        self._acknowledged = 0
+        self.taken: list[int] = []
+
+    def call(self, method: str, *args: Any) -> Any:
+        _, _, sequence, records = args
+        what = self._script.popleft() if self._script else "ok"
+        if what == "away":
+            raise ConnectionError("nobody there")
+        if sequence == self._acknowledged + 1:
+            self.taken += [record["number"] for record in records]
+            self._acknowledged = sequence
+        if what == "lost":
+            raise TimeoutError("the answer was lost")
+        return {"acknowledged": self._acknowledged}
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    script=st.lists(st.sampled_from(["ok", "lost", "away"]), max_size=3),
+    bursts=st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=6),
+    in_memory=st.integers(1, 8),
+    chunk_bytes=st.integers(1, 200),
+)
+def test_whatever_is_lost_away_or_spooled_every_record_arrives_once_and_in_order(
+    script: list[str], bursts: list[tuple[int, bool]], in_memory: int, chunk_bytes: int
+) -> None:
+    target = Scripted(script)
+    queue = RecordQueue(in_memory=in_memory, chunk_bytes=chunk_bytes)
+    link, number = (
+        Link(target, 1, "0", interval_s=0.001, timeout_s=5.0, queue=queue),
+        itertools.count(),
+    )
+    num_recorded = 0
+    for size, flushes in bursts:
+        for _ in range(size):
+            link.record({"number": next(number)})
+        num_recorded += size
+        if flushes:
+            link.flush()
+            assert target.taken == list(range(num_recorded))
+    link.flush()
+    link.close()
+    assert target.taken == list(range(num_recorded))
 
 
 def test_a_flush_gives_up_in_time_and_says_what_is_missing(
