@@ -3,6 +3,10 @@
 The workers of a node copy together, each a part, into one of two images in turn, so that one is
 whole at any time. That every worker is done shows in the next step's exchange; only then does
 the node's first worker, in a thread, hash the image and write the header that makes it count.
+
+Until then what an earlier attempt left is the one that is whole, and holds the room of the second
+image: with the one of checkpoints there are three at any time. It is not taken over, for a worker
+that was cut off may go on writing into it.
 """
 
 from __future__ import annotations
@@ -113,14 +117,13 @@ class Snapshots:
         return self.are_on and step >= self._next
 
     def warm(self, plan: Plan) -> None:
-        """Gets memory for both images, so that the first copies need not wait for it.
+        """Gets memory for the first image, so that the first copy need not wait for it.
 
         Raises:
             StorageError: there is not enough.
         """
         if self.are_on:
-            for turn in range(len(self._images)):
-                self._image_for(turn, plan).warm(plan, self._pieces(plan))
+            self._image_for(0, plan).warm(plan, self._pieces(plan))
 
     def take(self, step: int, *, extras: Mapping[str, Any]) -> None:
         """Copies the state after `step` steps; when it returns the state may change again.
@@ -141,7 +144,8 @@ class Snapshots:
         state = collect(self._parts, step=step, extras=extras)
         tensors, values_json = flatten(state)
         plan = Plan.of(tensors)
-        # Nobody copies before the old header is gone. Worker 0's clock decides on the next one.
+        # Nobody copies before the old header is gone, nor gets memory before what there was before
+        # is given back. Worker 0's clock decides on the next one.
         self._every = int(begun()[0])
         image = self._image_for(turn, plan)
         image.fill(plan, tensors, self._pieces(plan))
@@ -180,6 +184,10 @@ class Snapshots:
                 if not self._has_header:
                     snapshot.drop_others(self._run_uri, self._attempt)
                     self._has_header = True
+                    # Room for it there is from now on; for the other workers of the node as well.
+                    self._image_for(1, copied.plan).warm(
+                        copied.plan, split(copied.plan.sized(), 1)[0]
+                    )
             except StorageError as error:
                 logger.warning("attempt=%d no snapshot: %s", self._attempt, error)
 

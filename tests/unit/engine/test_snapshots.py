@@ -19,8 +19,9 @@ from torch.optim import SGD, AdamW
 from samestep import StorageError, parse_spec
 from samestep.checkpoint import shared_memory, snapshot
 from samestep.checkpoint.committed import list_checkpoints
+from samestep.checkpoint.image import Image, Plan
 from samestep.checkpoint.reading import load_checkpoint
-from samestep.checkpoint.state import Parts, state_sha256
+from samestep.checkpoint.state import Parts, collect, flatten, state_sha256
 from samestep.checkpoint.storage import Storage
 from samestep.engine.node import Node, require_room
 from samestep.engine.peers import Peers
@@ -178,6 +179,60 @@ def test_a_restart_does_not_stretch_the_interval_that_was_asked_for(
             taken.append(step)
     snapshots.close()
     assert taken[:2] == due
+
+
+def test_there_are_never_more_than_three_images_and_always_a_whole_one_over_two_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMESTEP_SHARED_MEMORY", str(tmp_path))
+    parts, folder, waiting = parts_of(), shared_memory.folder_of("/a/run"), threading.Event()
+    plan = Plan.of(flatten(collect(parts, step=1, extras={}))[0])
+
+    def images() -> set[str]:
+        names = set(os.listdir(folder))
+        return {name for name in names if not name.endswith((snapshot.HEADER_SUFFIX, ".tmp"))}
+
+    def until(expected: set[str]) -> None:
+        deadline = time.monotonic() + 20.0
+        while images() != expected:
+            assert len(images()) <= snapshot.NUM_IMAGES, images()
+            assert time.monotonic() < deadline, (images(), expected)
+            waiting.wait(0.005)
+
+    old: set[str] = set()
+    for attempt in (1, 2):
+        own = [f"00000{attempt}-{name}" for name in ("checkpoint", "snapshot-0", "snapshot-1")]
+        first = 10 * attempt
+        snapshots = Snapshots(
+            spec=parse_spec(
+                {"workload": "a:B", "batch_size": 1, "max_steps": 90}
+                | {"checkpoint": {"snapshot_every": 2}}
+            ),
+            parts=parts,
+            records=tuple,
+            peers=Peers(None),
+            node=Node(local_rank=0, local_size=1),
+            run_uri="/a/run",
+            attempt=attempt,
+            first_step=first,
+        )
+        # As `Saving` gets the one of checkpoints.
+        Image.shared(shared_memory.make_folder("/a/run") / own[0], plan.num_bytes)
+        snapshots.warm(plan)
+        until({*own[:2], *old})
+        for step in range(first + 1, first + 8):
+            snapshots.after_exchange()
+            if step > first + 2 and step % 2:  # the first is whole: the second has its memory
+                until(set(own))
+            assert len(images()) <= snapshot.NUM_IMAGES
+            assert (snapshot.newest("/a/run") is not None) == (attempt == 2 or step > first + 2)
+            if snapshots.is_due(step):
+                snapshots.take(step, extras={})
+        snapshots.close()
+        newest = snapshot.newest("/a/run")
+        assert newest == first + 6
+        # Killed: everything stays, and the next attempt gives all but the newest back.
+        old = {own[1]}
 
 
 @pytest.mark.parametrize(
