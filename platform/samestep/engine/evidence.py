@@ -48,8 +48,9 @@ BUNDLE_S: Final = 60.0
 HURRY_S: Final = 5.0
 """The same at a planned stop, which may have little time."""
 MAX_STEPS: Final = 500
-MAX_RECORDS: Final = 20_000
 """Steps between the state and the incident whose samples are kept at most."""
+MAX_RECORDS: Final = 20_000
+"""Ledger records that are kept at most: the newest."""
 
 logger = logging.getLogger(__name__)
 
