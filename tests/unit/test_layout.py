@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -131,6 +132,44 @@ def test_no_python_file_is_longer_than_the_limit() -> None:
         if text.count("\n") > NUM_LINES_LIMIT
     }
     assert long == {}
+
+
+def calls_of_distributed(names: set[str]) -> list[tuple[Path, ast.Call]]:
+    """The package's calls of functions of torch.distributed."""
+    return [
+        (path.relative_to(PACKAGE), node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in names
+    ]
+
+
+def test_every_process_group_is_made_with_a_timeout() -> None:
+    """A new group does not take the one given to init: it would wait for 30 minutes."""
+    calls = calls_of_distributed({"new_group", "init_process_group", "TCPStore"})
+    assert {call.func.attr for _, call in calls if isinstance(call.func, ast.Attribute)} == {
+        "new_group",
+        "init_process_group",
+        "TCPStore",
+    }
+    for path, call in calls:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        is_alone = given.get("world_size") == "1"  # there is nobody to wait for
+        assert "timeout" in given or is_alone, f"{path}:{call.lineno}"
+
+
+def test_no_ring_collective_stands_in_a_step_on_the_cpu() -> None:
+    """In a ring those far from a worker that died wait until the others have left."""
+    rings = {name for name in vars(dist) if re.match("(all_|reduce|broad|scatter|gather)", name)}
+    assert {"all_reduce", "broadcast", "all_gather"} <= rings
+    found = {
+        str(path)
+        for path, call in calls_of_distributed(rings | {"barrier", "monitored_barrier"})
+        if ast.unparse(call.func).startswith("dist.")
+    }
+    assert found == {"engine/collective.py"}  # for NCCL
 
 
 def test_nothing_names_a_path_of_the_machine_it_was_written_on() -> None:

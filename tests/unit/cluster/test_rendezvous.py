@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from samestep import parse_spec
 from samestep.cluster import process
+from samestep.cluster.ddp import PEER_MARGIN_S, _control_group
 from samestep.cluster.rendezvous import FORM_S, Meeting, formed_group
 from samestep.errors import PeerLostError
 
@@ -58,3 +62,23 @@ def test_who_waits_for_a_worker_that_died_is_freed_when_the_meeting_ends(meeting
     with formed_group("gloo", world_rank=0, world_size=1, timeout_s=5.0) as group:
         assert group.group_name == "0"
     again.close()
+
+
+def timeout_s_of(group: Any) -> float:
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_every_group_waits_as_long_as_the_job_says_and_not_for_half_an_hour(
+    meeting: Meeting, reduction: str
+) -> None:
+    fields = {"workload": "m:C", "batch_size": 1, "max_steps": 1, "reduction": reduction}
+    spec = parse_spec({**fields, "faults": {"hang_timeout_s": 77.0}})
+    limit_s = 77.0 + PEER_MARGIN_S
+    with formed_group("gloo", world_rank=0, world_size=1, timeout_s=limit_s) as group:
+        control = _control_group(spec, group)
+        assert timeout_s_of(group) == limit_s
+        assert timeout_s_of(control) == limit_s
+        assert (control is group) == (reduction == "exact")
+        del group, control
