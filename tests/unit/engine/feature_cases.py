@@ -153,6 +153,19 @@ class Together(Base):
         return {"error": (model(batch[0]) - batch[1]).square().flatten()}
 
 
+class Weighing(Base):
+    """Weights of its own that grow by the step, as those of a model that follows its state do."""
+
+    now = 0
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        self.now = step
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
+        value = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        return Loss(value=value, weight=2 * self.now + 3)
+
+
 class Named(Base):
     """The same weights under other names and shapes.
 

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attempts import Run, Train
 from cases import Base, Rows
+from noting import Noting, noted
+from pool import spec_of
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
@@ -28,13 +31,16 @@ from samestep.engine.buffers import BufferKeeper
 from samestep.engine.exchange import OneProcess
 from samestep.engine.feed import Feed, Fetcher
 from samestep.engine.peers import Peers
+from samestep.engine.setup import build, make_replicas
 from samestep.engine.shard import forward_shard
+from samestep.engine.step import StepEngine
 from samestep.engine.update import apply_update, global_norm, make_scaler
 from samestep.exact.numerics import GlobalsKept, pin
 from samestep.exact.order import Order, ShardPlan
 from samestep.exact.seeds import global_generators_kept
 from samestep.exact.tree import local_plan
 
+Results = Callable[..., list[Any]]
 CPU = torch.device("cpu")
 
 
@@ -242,6 +248,38 @@ def test_loader_processes_do_not_destroy_what_they_inherited(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+class Settings(Rows):
+    """Each sample tells under which settings it was read."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        flags = [
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype() == torch.float64,
+        ]
+        return torch.tensor([int(flag) for flag in flags])
+
+
+@pytest.mark.parametrize("loader_processes", [0, 1])
+def test_samples_are_read_under_the_same_settings_in_loader_processes(
+    loader_processes: int,
+) -> None:
+    pin(make_spec(threads=2))
+    order = Order(dataset_size=4, batch_size=4, shards=1, drop_last=False, seed=0)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        feed = Feed(
+            workload=Base(), dataset=Settings(4, (2,)), order=order, turns=[0], seed=0,
+            start_step=0, end_step=1, loader_processes=loader_processes, pin_memory=False,
+        )  # fmt: skip
+        read = feed.take(order.shards_of(0)[0], CPU)
+        feed.close()
+    finally:
+        torch.set_default_dtype(dtype)
+    assert read.tolist() == [[1, 1, 1]] * 4
+
+
 @pytest.mark.parametrize("offset", [1, 2, 3, 5])
 def test_tensors_at_odd_addresses_are_moved_to_an_even_one(offset: int) -> None:
     room = torch.arange(64.0)
@@ -350,3 +388,60 @@ def test_the_graph_of_a_tied_weight_gives_one_gradient() -> None:
     [expected] = torch.autograd.grad(model(x).square().mean(), [model[0].weight])
     [parameter] = reduce(make_buckets(model), [F.mse_loss(model(x), torch.zeros(2, 3))])
     assert torch.equal(parameter.grad, expected)
+
+
+def test_a_worker_whose_shards_are_all_empty_runs_no_user_code_in_that_step(
+    results: Results, tmp_path: Path
+) -> None:
+    # Two steps an epoch, of eight samples and of one: that is all in shard 0, of worker 0.
+    spec = spec_of("noting:Noting", args={"folder": str(tmp_path), "size": 9}, batch_size=8)
+    results("engine", 3, spec=spec, num_steps=4)
+    calls = ["before_step", "item", "collate", "loss", "backward"]
+    assert noted(tmp_path, 0, 1) == noted(tmp_path, 0, 3) == calls
+    for rank in (1, 2):
+        assert noted(tmp_path, rank, 1) == noted(tmp_path, rank, 3) == ["before_step"]
+        assert set(noted(tmp_path, rank, 2)) == set(calls)
+
+
+class Telling(Peers):
+    """Alone; notes when the small talk of a step starts."""
+
+    def __init__(self, workload: Noting) -> None:
+        super().__init__(None)
+        self.workload = workload
+
+    def gather(self, message: Any) -> Callable[[], list[Any]]:
+        self.workload.note("talk")
+        return super().gather(message)
+
+
+def test_the_small_talk_of_a_step_is_one_message_after_the_last_forward(tmp_path: Path) -> None:
+    spec = make_spec(batch_size=8, shards=2)
+    workload = Noting(folder=str(tmp_path), size=8)
+    peers = Telling(workload)
+    built = build(spec, workload, CPU)
+    replicas = make_replicas(spec, built, [CPU], peers)
+    engine = StepEngine(spec=spec, workload=workload, replicas=replicas, peers=peers, group=None)
+    fetcher = Fetcher(workload, built.dataset, 0)
+    engine.compute(0, built.order.shards_of(0), lambda plan, _: fetcher[plan].batch, 0)
+    engine.close()
+    calls = [what for what in noted(tmp_path, 0, -1) if what not in ("item", "collate")]
+    assert calls == ["loss", "backward", "loss", "talk", "backward"]
+
+
+def test_an_attempt_computes_with_its_number_of_threads_in_whichever_thread_it_runs(
+    results: Results, train: Train, tmp_path: Path
+) -> None:
+    spec = spec_of("Conv", threads=2, max_steps=3)
+    folder = tmp_path / "apart"
+    run = Run(folder, results("attempt_in_a_thread", spec=spec, run=str(folder)))
+    assert run.digest == train(spec, "here").digest
+
+
+def test_the_nominal_weight_is_that_of_the_runs_first_shard_after_a_resume_too(
+    train: Train,
+) -> None:
+    spec = spec_of("feature_cases:Weighing", max_steps=4)
+    straight = train(spec, "straight")
+    train({**spec, "max_steps": 2}, "stopped", 2)
+    assert train(spec, "stopped", 3).digest == straight.digest
