@@ -12,7 +12,7 @@ def device_of(asked: str | None, num_gpus: int) -> torch.device:
 
     Raises:
         InputError: it is no device that can be used.
-        CannotReplayError: there is no GPU here.
+        CannotReplayError: there is no such GPU here.
     """
     name = asked or ("cuda" if num_gpus else "cpu")
     try:
@@ -30,4 +30,9 @@ def device_of(asked: str | None, num_gpus: int) -> torch.device:
             else "the run was on a GPU, and there is none here: go to a machine with one, or give "
             "--device cpu, where values are held to a tolerance"
         )
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    if device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.index >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise CannotReplayError(f"--device {name}: the last GPU here is cuda:{last}")
+    return device
