@@ -16,7 +16,9 @@ from samestep.telemetry.sinks import SinkPlan, open_recorder
 NAMESPACE: Final = "samestep"
 CALL_TIMEOUT_S: Final = 60.0
 OPEN_TIMEOUT_S: Final = 120.0
-MAX_RESTARTS: Final = 10
+UNLIMITED: Final = -1
+"""Restarts of the recorder. One that dies at every call is bounded by those who call it, who give
+up after a minute in which none got through; a number would bound the length of a run instead."""
 
 
 class RecorderHost:
@@ -88,7 +90,7 @@ def start_recorder(plan: SinkPlan, run_uri: str, run: str, spec_yaml: str) -> tu
         ray.remote(RecorderHost)
         .options(
             num_cpus=0,
-            max_restarts=MAX_RESTARTS,
+            max_restarts=UNLIMITED,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         )
         .remote(plan, run_uri, run, spec_yaml)
