@@ -8,7 +8,12 @@ from __future__ import annotations
 import gc
 import math
 import os
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +283,55 @@ def test_samples_are_read_under_the_same_settings_in_loader_processes(
     finally:
         torch.set_default_dtype(dtype)
     assert read.tolist() == [[1, 1, 1]] * 4
+
+
+WORKER = """
+import os, socket, sys, time, torch
+sys.path[:0] = sys.argv[2:]
+from cases import Base, Rows
+from samestep.engine.feed import Feed
+from samestep.exact.order import Order
+
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+
+class Hanging(Rows):
+    def __getitem__(self, index):
+        connection.sendall(f"{os.getppid()} {os.getpid()}\\n".encode())
+        time.sleep(3600)
+
+order = Order(dataset_size=4, batch_size=4, shards=1, drop_last=False, seed=0)
+feed = Feed(
+    workload=Base(), dataset=Hanging(4, (2,)), order=order, turns=[0], seed=0,
+    start_step=0, end_step=1, loader_processes=1, pin_memory=False,
+)
+feed.take(order.shards_of(0)[0], torch.device("cpu"))
+"""
+
+
+def test_what_a_killed_worker_was_connected_to_sees_it_although_a_loader_process_hangs(
+    tmp_path: Path,
+) -> None:
+    address, loader = str(tmp_path / "socket"), 0
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(60.0)
+        listener.bind(address)
+        listener.listen()
+        command = [sys.executable, "-c", WORKER, address, str(Path(__file__).parent), *sys.path]
+        with subprocess.Popen(command) as worker:
+            try:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(30.0)
+                    parent, loader = map(int, connection.recv(100).split())
+                    assert parent == worker.pid
+                    worker.kill()
+                    assert connection.recv(1) == b""
+            finally:
+                worker.kill()
+                if loader:
+                    with suppress(ProcessLookupError):
+                        os.kill(loader, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 5])
