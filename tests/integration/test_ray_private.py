@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import pickle
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.exceptions import OutOfMemoryError, RayActorError
-from ray.train import ScalingConfig
+from ray.train import Result, ScalingConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
@@ -31,9 +32,10 @@ from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker,
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
+from samestep.checkpoint.storage import Storage
 from samestep.cluster.environment import TRAIN_ENVIRONMENT
 from samestep.cluster.policy import Cause
-from samestep.cluster.ray_private import ElasticTorchTrainer, worker_output_to
+from samestep.cluster.ray_private import ElasticTorchTrainer, with_checkpoint, worker_output_to
 from samestep.cluster.ray_private_faults import faults_of
 from samestep.cluster.ray_private_worker import SteadyStatus
 from samestep.cluster.seats import NODE_ID_LABEL
@@ -101,9 +103,24 @@ def test_the_controllers_methods_that_we_override_are_those_that_ray_calls() -> 
     )
 
 
+def test_rays_result_leads_to_the_newest_whole_checkpoint_where_it_lies(tmp_path: Path) -> None:
+    run = Storage.at(str(tmp_path))
+    for step, names in ((90, ["manifest.json"]), (100, ["manifest.json", "a"]), (110, ["a"])):
+        for name in names:
+            run.write(f"checkpoints/step-{step:08d}/{name}", b"{}")
+    made = {"metrics": None, "checkpoint": None, "error": None, "path": "/ray"}
+    result = with_checkpoint(Result(**made), run.uri)
+    assert result.checkpoint is not None
+    with pickle.loads(pickle.dumps(result.checkpoint)).as_directory() as folder:
+        assert folder == str(tmp_path / "checkpoints" / "step-00000100")
+    nowhere = with_checkpoint(Result(**made), str(tmp_path / "nowhere"))
+    assert nowhere.checkpoint is None
+
+
 def test_the_trainer_hands_its_policies_to_the_method_that_we_override() -> None:
     fit = inspect.getsource(DataParallelTrainer.fit)
-    assert "self._initialize_and_run_controller(" in fit
+    assert "result = self._initialize_and_run_controller(" in fit
+    assert "return result" in fit
     assert "scaling_policy=" in fit
     assert "failure_policy=" in fit
 

@@ -13,11 +13,9 @@ from typing import Any
 from samestep.checkpoint import shared_memory
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.budget import BudgetWatch
+from samestep.cluster.newest import newest_checkpoint
 from samestep.errors import BudgetError, ExitStatus, RunConflictError, SpecError, StorageError
 from samestep.names import (
-    CHECKPOINT_PREFIX,
-    CHECKPOINTS_DIR,
-    MANIFEST_FILE,
     SPEC_FILE,
     Env,
     RunState,
@@ -236,6 +234,7 @@ def finish_if_open(target: Target, failure: str | None) -> dict[str, Any]:
 
 
 def _outcome(run: Storage, name: str, result: dict[str, Any]) -> Outcome:
+    newest = newest_checkpoint(run)
     return Outcome(
         run=run.uri,
         name=name,
@@ -246,18 +245,8 @@ def _outcome(run: Storage, name: str, result: dict[str, Any]) -> Outcome:
         evaluation=result["evaluation"],
         message=str(result["message"]),
         best=result.get("best"),
-        checkpoint=_newest_checkpoint(run),
+        checkpoint=newest.uri if newest is not None else None,
     )
-
-
-def _newest_checkpoint(run: Storage) -> str | None:
-    """Found by names: reading checkpoints loads torch, which a launcher has no use for."""
-    named = [name for name in run.list(CHECKPOINTS_DIR) if name.startswith(CHECKPOINT_PREFIX)]
-    for name in sorted(named, key=lambda name: (len(name), name), reverse=True):
-        folder = run.child(CHECKPOINTS_DIR).child(name)
-        if folder.exists(MANIFEST_FILE):
-            return folder.uri
-    return None
 
 
 def _refuse_other_job(run: Storage, spec: JobSpec, restart: bool) -> None:

@@ -7,11 +7,12 @@ has a test that fails when it moves. Checked with Ray 2.60.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray.train import Checkpoint, Result
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
@@ -22,8 +23,11 @@ from ray.train.v2._internal.constants import (
     get_env_vars_to_propagate,
 )
 
+from samestep.checkpoint.storage import Storage
 from samestep.cluster.links import NETWORK
+from samestep.cluster.newest import newest_checkpoint
 from samestep.cluster.ray_private_control import Plan, run_controller
+from samestep.errors import SamestepError
 
 WORKER_ACTORS: Final = ("SteadyWorker", "Trainer")
 RAY_HANDLER: Final = "ray_print_logs"
@@ -59,7 +63,22 @@ class ElasticTorchTrainer(TorchTrainer):
         )
         for replaced in ("scaling_policy", "failure_policy"):
             controller_init_kwargs.pop(replaced)
-        return run_controller(self._plan, controller_init_kwargs, variables)
+        result = run_controller(self._plan, controller_init_kwargs, variables)
+        return with_checkpoint(result, self._plan.part.run_uri)
+
+
+def with_checkpoint(result: Result, run_uri: str) -> Result:
+    """Ray Train's result with the run's newest checkpoint, which stays where it lies.
+
+    The workers report none to Ray: `ray.train.report` has all of them wait for each other and for
+    the controller, keeps books of its own that can end a run, and adds nothing to what is here. A
+    run that stopped as planned, or at its end, has just committed its last state.
+    """
+    with suppress(SamestepError):  # the run is over, whether it can be looked at or not
+        newest = newest_checkpoint(Storage.at(run_uri))
+        if newest is not None:
+            result.checkpoint = Checkpoint(newest.root, filesystem=newest.filesystem)
+    return result
 
 
 def own_address(cluster: str) -> dict[str, Any]:
