@@ -286,7 +286,7 @@ def test_samples_are_read_under_the_same_settings_in_loader_processes(
 
 
 WORKER = """
-import os, socket, sys, time, torch
+import os, socket, sys, threading, torch
 sys.path[:0] = sys.argv[2:]
 from cases import Base, Rows
 from samestep.engine.feed import Feed
@@ -298,7 +298,7 @@ connection.connect(sys.argv[1])
 class Hanging(Rows):
     def __getitem__(self, index):
         connection.sendall(f"{os.getppid()} {os.getpid()}\\n".encode())
-        time.sleep(3600)
+        threading.Event().wait(3600)
 
 order = Order(dataset_size=4, batch_size=4, shards=1, drop_last=False, seed=0)
 feed = Feed(
