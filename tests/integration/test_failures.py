@@ -10,12 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from samestep import ExitStatus, JobSpec, Outcome, PlacementError, train
 from samestep.checkpoint.storage import Storage
+from samestep.cluster.actors import close_recorder, start_recorder
 from samestep.replay.summary import summarize
+from samestep.spec import dump_spec
+from samestep.telemetry.lease import holder
+from samestep.telemetry.link import Patient
 from samestep.telemetry.past import read_past
+from samestep.telemetry.records import StepRecord
+from samestep.telemetry.sinks import plan_sinks
+from samestep.telemetry.targets import announced
 
 MakeSpec = Callable[..., JobSpec]
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
@@ -107,6 +115,53 @@ def test_a_run_goes_back_to_the_same_weights_in_every_mode_and_beside_a_crash(
     assert [(back.to, back.until) for back in found.rollbacks] == [(4, 8)]
     assert [recovery["cause"] for recovery in found.recoveries] == ["crash", "rollback"]
     assert [attempt.start_step for attempt in found.attempts][-1] == 4
+
+
+def test_a_recorder_that_is_told_to_end_gives_the_run_back_at_once_and_comes_again(
+    make_spec: MakeSpec, folder: Path, wait_until: WaitUntil
+) -> None:
+    spec = make_spec()
+    run = Storage.at(f"{spec.storage}/r")
+    plan = plan_sinks(spec, run.uri, workload_folder=folder, environ={})
+    actor, target = start_recorder(plan, run.uri, "r", dump_spec(spec))
+    try:
+        info = {"start_step": 0, "mode": "ddp", "world_size": 1}
+        attempt = target.call("begin_attempt", info)
+        target.call("push", attempt, "0", 1, [step_record(step) for step in range(5)])
+        before = holder(run)
+        assert before is not None
+        assert list(announced(Storage.at(spec.storage))) == ["r"]
+        os.kill(before.pid, signal.SIGTERM)
+        # Nobody calls it meanwhile: its driver may be gone.
+        wait_until(lambda: not psutil.pid_exists(before.pid), 20, "its process has ended")
+        after = holder(run)
+        assert after is not None
+        assert (after.owner, after.released) == (before.owner, True)
+        assert announced(Storage.at(spec.storage)) == {}
+        assert read_past(run).num_steps == 5
+        again = Patient(target)
+        ack = again.call("push", attempt, "0", 2, [step_record(step) for step in range(5, 7)])
+        assert (ack["acknowledged"], ack["refused"]) == (2, False)
+        assert read_past(run).num_steps == 7
+        assert list(announced(Storage.at(spec.storage))) == ["r"]
+    finally:
+        close_recorder(actor, target)
+
+
+def step_record(step: int) -> dict[str, Any]:
+    return StepRecord(
+        step=step,
+        epoch=0,
+        samples=16,
+        loss=0.5,
+        shard_losses=[0.5] * 4,
+        shard_weights=[4.0] * 4,
+        grad_norm=1.0,
+        lr=[0.1],
+        ids=f"{step:032x}",
+        metrics={},
+        timing={},
+    ).to_json()
 
 
 def struck(

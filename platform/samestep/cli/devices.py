@@ -30,9 +30,8 @@ def device_of(asked: str | None, num_gpus: int) -> torch.device:
             else "the run was on a GPU, and there is none here: go to a machine with one, or give "
             "--device cpu, where values are held to a tolerance"
         )
-    if device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if device.index >= torch.cuda.device_count():
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise CannotReplayError(f"--device {name}: the last GPU here is cuda:{last}")
-    return device
+    return torch.device("cuda", index)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from samestep.errors import RecorderError, SamestepError
+from samestep.names import THREAD_SIGTERM
 from samestep.telemetry.sinks import SinkPlan, open_recorder
 
 NAMESPACE: Final = "samestep"
@@ -19,19 +22,23 @@ OPEN_TIMEOUT_S: Final = 120.0
 UNLIMITED: Final = -1
 """Restarts of the recorder. One that dies at every call is bounded by those who call it, who give
 up after a minute in which none got through; a number would bound the length of a run instead."""
+LEAVE_S: Final = 1.0
 
 
 class RecorderHost:
     """Holds the recorder in the actor's process; opens it at the first call.
 
     So an error in opening reaches the caller as it is, and an actor that Ray restarted opens it
-    again and goes on.
+    again and goes on. SIGTERM ends the process within a second or two: what was acknowledged is in
+    the ledger already, and the run is given back, so that whoever goes on with it on another
+    machine need not wait for the lease to grow old.
     """
 
     def __init__(self, plan: SinkPlan, run_uri: str, run: str, spec_yaml: str) -> None:
         self._arguments = (plan, run_uri, run, spec_yaml)
         self._recorder: Any = None
         self._lock = threading.Lock()
+        at_sigterm(self._leave)
 
     def call(self, method: str, args: list[Any]) -> Any:
         """Calls a method of the recorder.
@@ -52,6 +59,32 @@ class RecorderHost:
                     returning=ray.get_runtime_context().was_current_actor_reconstructed,
                 )
             return getattr(self._recorder, method)(*args)
+
+    def _leave(self) -> None:
+        """Gives the run back, unless a call does not end in time, and ends this process."""
+        with suppress(Exception):  # storage may be away; the lease then grows old
+            if self._lock.acquire(timeout=LEAVE_S) and self._recorder is not None:
+                self._recorder.leave(LEAVE_S)
+        os._exit(1)  # not 0: Ray starts the actor again where its driver lives
+
+
+def at_sigterm(action: Callable[[], None]) -> None:
+    """Lets a thread of its own act on SIGTERM; for an actor's constructor.
+
+    Ray's handler waits until its own code lets the main thread go on, for seconds on a busy
+    machine, and raises there, perhaps in the middle of a call.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(read, 64):
+            continue
+        action()
+
+    threading.Thread(target=wait, name=THREAD_SIGTERM, daemon=True).start()
 
 
 class RayTarget:

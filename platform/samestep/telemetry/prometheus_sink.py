@@ -149,10 +149,10 @@ class PrometheusSink:
         """Hands the last values to the Pushgateway, where there is one, and ends the server."""
         if self._gateway is not None and self._ready:
             self._push(self._gateway)
+        targets.withdraw(self._info.run)  # first: nobody is to ask a page that is gone
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
-        targets.withdraw(self._info.run)
 
     def _push(self, gateway: str) -> None:
         try:

@@ -311,10 +311,7 @@ class Recorder(BundleCalls):
         return self._outlets.drain(timeout_s, failing_timeout_s) if self._outlets else []
 
     def close(self) -> None:
-        """Gives the lease back, after the sinks got what they can take; may be repeated.
-
-        Without an end before, the run can be resumed.
-        """
+        """As `leave`, after the sinks got what they can take; may be repeated."""
         if self._outlets:
             lacking = self.drain()
             if lacking:
@@ -325,7 +322,12 @@ class Recorder(BundleCalls):
                     ", ".join(lacking),
                 )
             self.status()  # takes the sinks' last notes
-            self._outlets.close(CLOSE_S)
+        self.leave(CLOSE_S)
+
+    def leave(self, timeout_s: float) -> None:
+        """Gives the lease back: the run can be resumed. The sinks get so long to end."""
+        if self._outlets:
+            self._outlets.close(timeout_s)
         self._tenure.release()
 
     def push(

@@ -291,7 +291,6 @@ sys.path[:0] = sys.argv[2:]
 from cases import Base, Rows
 from samestep.engine.feed import Feed
 from samestep.exact.order import Order
-
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(sys.argv[1])
 
