@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from samestep.cluster.budget import BudgetWatch
-from samestep.errors import RecorderError
+from samestep.errors import RecorderError, StorageError
 from samestep.telemetry.link import Target
 
 POLL_S = 0.5
@@ -42,7 +42,10 @@ class Monitor:
         self._stop_reason = self._stop_reason or reason
 
     def poll(self) -> None:
-        """Passes a stop on and shows the status; a recorder that is away is left alone."""
+        """Passes a stop on and shows the status; a recorder that is away is left alone.
+
+        So is one whose storage is full or away: it is asked again.
+        """
         if self._stop_reason is None:
             self._stop_reason = self._budget.exhausted()
         try:
@@ -50,7 +53,7 @@ class Monitor:
                 # Again and again: an attempt that begins forgets what was asked before it.
                 self._target.call("request_stop", self._stop_reason)
             status = self._target.call("status", self._seen)
-        except (RecorderError, OSError, TimeoutError):
+        except (RecorderError, StorageError, OSError, TimeoutError):
             return
         self._seen = max([self._seen, *(item["number"] for item in status["messages"])])
         self._observer(status)

@@ -12,6 +12,7 @@ import pytest
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.budget import BudgetWatch
 from samestep.cluster.monitor import Monitor
+from samestep.errors import StorageError
 from samestep.spec_budget import Budget
 
 
@@ -20,12 +21,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.stops: list[str] = []
-        self.away = False
+        self.away: Exception | None = None
         self.messages = [{"number": 1, "text": "one"}, {"number": 2, "text": "two"}]
 
     def call(self, method: str, *args: Any) -> Any:
-        if self.away:
-            raise ConnectionError("away")
+        if self.away is not None:
+            raise self.away
         if method == "request_stop":
             self.stops.append(args[0])
             return None
@@ -60,15 +61,16 @@ def test_a_second_ctrl_c_interrupts_at_once_and_the_handlers_are_put_back(tmp_pa
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("away", [ConnectionError("away"), StorageError("no space is left")])
 def test_each_message_is_shown_once_and_a_recorder_that_is_away_does_no_harm(
-    tmp_path: Path,
+    tmp_path: Path, away: Exception
 ) -> None:
     recorder, seen = Recorder(), []
     unbounded = unlimited(tmp_path)
     monitor = Monitor(recorder, lambda status: seen.append(status["messages"]), unbounded)
     monitor.poll()
-    recorder.away = True
+    recorder.away = away
     monitor.poll()
-    recorder.away = False
+    recorder.away = None
     monitor.poll()
     assert [[m["text"] for m in messages] for messages in seen] == [["one", "two"], []]
