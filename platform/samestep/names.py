@@ -104,6 +104,7 @@ class IncidentKind(StrEnum):
     CORRUPTION = "corruption"
     DAMAGED_CHECKPOINT = "damaged_checkpoint"
     STORAGE = "storage"
+    NO_ROOM = "no_room"
 
 
 class RunState(StrEnum):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from samestep import JobSpec, Outcome, PlacementError, parse_spec, train
+from samestep import ExitStatus, JobSpec, Outcome, PlacementError, parse_spec, train
 from samestep.checkpoint.reading import digest_of
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.environment import TRAIN_ENVIRONMENT
@@ -56,6 +56,47 @@ def test_a_job_for_many_machines_never_ends_up_on_one_unnoticed(
     said: list[Any] = []
     with pytest.raises(PlacementError, match=r"no room for 4 workers .* 2 slots on 2 node\(s\)"):
         train(spec, name="wide", search=[folder], observer=said.append)
+
+
+def test_a_wait_for_room_is_told_and_ends_in_an_incident(
+    nodes: LocalNodes, make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    third = nodes.add()
+    spec = make_spec(
+        mode="ddp",
+        workers=3,
+        args={"pause_s": 0.3, "gate": str(gate)},
+        faults={"replacement_timeout_s": 25},
+    )
+
+    def strike() -> None:
+        wait_until(third_at_work, 120, "three workers")
+        nodes.kill(third)
+
+    def third_at_work() -> bool:
+        return any(third.owns(int(name.split("-")[0])) for name in os.listdir(gate))
+
+    said: list[str] = []
+    striker = threading.Thread(target=strike)
+    striker.start()
+    outcome = train(
+        spec,
+        name="waits",
+        search=[folder],
+        observer=lambda status: said.extend(item["text"] for item in status["messages"]),
+    )
+    striker.join()
+    assert (outcome.status, outcome.exit_status) == ("failed", ExitStatus.BAD_INPUT)
+    lacking = "2 of at least 3 workers of {'CPU': 1.0} have room"
+    assert outcome.message.startswith(f"{lacking} after 25 s: free the cluster, add nodes")
+    waits = [text for text in said if text.startswith("waiting for workers: 2 of at least 3")]
+    assert len(set(waits)) == 1
+    assert waits[0].endswith(f"{lacking}; gives up after 25 s (faults.replacement_timeout_s)")
+    found = summarize(Storage.at(outcome.run))
+    assert [str(incident.kind) for incident in found.incidents][-1] == "no_room"
+    assert found.incidents[-1].message == outcome.message
 
 
 def test_nodes_come_and_go_and_no_step_is_taken_twice(

@@ -18,6 +18,7 @@ KINDS = {
     Cause.LOST: IncidentKind.CRASH,
     Cause.OUT_OF_MEMORY: IncidentKind.OUT_OF_MEMORY,
     Cause.HANG: IncidentKind.HANG,
+    Cause.NO_ROOM: IncidentKind.NO_ROOM,
 }
 
 

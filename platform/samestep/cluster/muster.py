@@ -16,6 +16,10 @@ COMING_S: Final = 10.0
 """How long a first group waits for the last processes once it could start without them."""
 PLACING_S: Final = 1.0
 """How long a first group waits for seats that are pending."""
+TELL_S: Final = 5.0
+"""How long a group waits for room before it says what it waits for."""
+TELL_STARTING_S: Final = 20.0
+"""The same where there is room, and processes are only starting."""
 CALM_S: Final = 3.0
 """How long training must run again before processes are started beside it: imports compete."""
 
@@ -58,6 +62,7 @@ class Muster(Generic[H]):
         self._seats: list[Seat] = []
         self._avoided: set[str] = set()
         self._waiting_since: float | None = None
+        self._has_told = False
         self._possible_since: float | None = None
         self._has_run = False
         self._coming_since: float | None = None
@@ -85,10 +90,28 @@ class Muster(Generic[H]):
             self._require_time(now, size)
             return None
         self._waiting_since = self._possible_since = None
+        self._has_told = False
         self._has_run = True
         members = pick(self._crew.ready(self._seats), size, before)
         self._crew.let_go(self._seats, members)
         return members
+
+    def waits_for(self) -> str:
+        """Once in each wait that lasts: what it is for and how long, for the user; else empty."""
+        if self._waiting_since is None or self._has_told or self._size() is not None:
+            return ""
+        num_room = sum(seat.usable for seat in self._seats)
+        has_room = num_room >= self._workers.min
+        if self._clock() - self._waiting_since < (TELL_STARTING_S if has_room else TELL_S):
+            return ""
+        self._has_told = True
+        num_ready = len(self._crew.ready(self._seats))
+        fewest, most = self._workers.min, self._workers.max
+        return (
+            f"waiting for workers: {num_ready} of at least {fewest} (at most {most}) are ready, "
+            f"{self._crew.num_coming(self._seats)} are starting; {self._lacking()}; gives up after "
+            f"{self._faults.replacement_timeout_s:g} s (faults.replacement_timeout_s)"
+        )
 
     def review(self, members: Collection[H], calm_s: float) -> tuple[str, list[H]] | None:
         """While training runs: who should work instead, and why; None: it is well as it is.
@@ -164,12 +187,17 @@ class Muster(Generic[H]):
         assert self._waiting_since is not None
         limit_s = self._faults.replacement_timeout_s
         if size is None and now - self._waiting_since > limit_s:
-            what = lacking(self._seats, fewest=self._workers.min, resources=self._resources)
             raise TimeoutError(
-                f"{what} after {limit_s:g} s: free the cluster, add nodes, lower workers.min "
-                "or resources, or raise faults.replacement_timeout_s; the run goes on where it "
-                "stopped when it is started again"
+                f"{self._lacking()} after {limit_s:g} s: free the cluster, add nodes, lower "
+                "workers.min or resources, or raise faults.replacement_timeout_s; the run goes on "
+                "where it stopped when it is started again"
             )
+
+    def _lacking(self) -> str:
+        text = lacking(self._seats, fewest=self._workers.min, resources=self._resources)
+        if sum(seat.usable for seat in self._seats) < self._workers.min:
+            return text
+        return f"{text}, but {len(self._crew.ready(self._seats))} of their processes are ready"
 
 
 def survives(members: Sequence[H], successors: Collection[H]) -> bool:

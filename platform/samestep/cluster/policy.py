@@ -23,6 +23,7 @@ class Cause(StrEnum):
     """Why a worker or a group failed; the earlier in this list, the nearer to the first cause."""
 
     FINAL = "final"
+    NO_ROOM = "no_room"
     USER = "user"
     OUT_OF_MEMORY = "out_of_memory"
     CRASH = "crash"
@@ -106,7 +107,7 @@ class RetryPolicy:
             self._in_a_row = dict.fromkeys(self._in_a_row, 0)
         field = _budget_of(first)
         spent = self._spend(first, field)
-        if first.cause is Cause.FINAL:
+        if first.cause in (Cause.FINAL, Cause.NO_ROOM):
             return Verdict(retry=False, first=first, message=first.message)
         if self._is_deterministic(first):
             return Verdict(

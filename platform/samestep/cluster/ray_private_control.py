@@ -210,6 +210,7 @@ class ElasticController(TrainController):
         except TimeoutError as error:
             raise PlacementError(str(error)) from None
         if members is None:
+            self._tell_wait()
             return None
         self._next = members
         self._tell_avoided(members)
@@ -263,6 +264,13 @@ class ElasticController(TrainController):
             planned=False,
         )
         return verdict.retry
+
+    def _tell_wait(self) -> None:
+        """Once in a wait: what it is for."""
+        text = self._muster.waits_for()
+        if text:
+            logger.warning(text)
+            self._notes.put("say", text)
 
     def _known_wrong(self, run_uri: str) -> Sequence[str]:
         """Nodes that audits of earlier attempts found to compute wrongly."""

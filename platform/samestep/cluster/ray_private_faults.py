@@ -116,7 +116,7 @@ def _of_controller(error: BaseException) -> Fault:
     kind = type(error).__name__
     if isinstance(error, PlacementError):
         return Fault(
-            cause=Cause.FINAL,
+            cause=Cause.NO_ROOM,
             message=str(error),
             kind=kind,
             exit_status=int(ExitStatus.BAD_INPUT),

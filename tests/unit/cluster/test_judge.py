@@ -51,3 +51,18 @@ def test_where_only_others_miss_a_worker_none_of_them_is_blamed() -> None:
     assert (incident["kind"], incident["world_rank"], incident["host"]) == ("crash", None, "")
     assert incident["seen"] == {ECHO: True}
     assert incident["message"] == "lost worker 0"
+
+
+def test_a_run_that_ends_for_want_of_room_leaves_an_incident() -> None:
+    told = Told()
+    notes = Notes(told)
+    judge = Judge(Retries(), notes)
+    judge.saw([Whereabouts(attempt=2, step=7)])
+    fault = Fault(cause=Cause.NO_ROOM, message="1 of at least 2 workers have room", exit_status=2)
+    verdict = judge.decide([fault], [])
+    notes.close()
+    assert not verdict.retry
+    assert verdict.message == "1 of at least 2 workers have room"
+    [incident] = told.incidents
+    assert (incident["kind"], incident["attempt"], incident["step"]) == ("no_room", 2, 7)
+    assert incident["message"] == verdict.message

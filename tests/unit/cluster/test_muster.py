@@ -8,7 +8,14 @@ import pytest
 from hands import Cluster, FakeHand
 
 from samestep import parse_spec
-from samestep.cluster.muster import CALM_S, COMING_S, Muster, survives
+from samestep.cluster.muster import (
+    CALM_S,
+    COMING_S,
+    TELL_S,
+    TELL_STARTING_S,
+    Muster,
+    survives,
+)
 
 
 def mustered(cluster: Cluster, **workers: int) -> Muster[FakeHand]:
@@ -49,6 +56,41 @@ def test_a_restart_that_lacks_workers_hires_and_waits_and_tells_what_is_missing(
     assert muster.assemble([]) is None
     cluster.now += 601
     with pytest.raises(TimeoutError, match=r"1 of at least 2 workers of .* after 600 s: .*min"):
+        muster.assemble([])
+
+
+def test_a_wait_for_room_is_told_once_and_soon_and_a_later_one_again() -> None:
+    cluster = Cluster("a", None, None, num_spares=0)
+    muster = mustered(cluster, min=2, max=3)
+    assert muster.waits_for() == ""
+    assert muster.assemble([]) is None
+    assert muster.waits_for() == ""  # it may be over in a moment
+    cluster.now += TELL_S
+    assert muster.waits_for() == (
+        "waiting for workers: 1 of at least 2 (at most 3) are ready, 0 are starting; 1 of at least "
+        "2 workers of {'CPU': 1.0} have room; gives up after 600 s (faults.replacement_timeout_s)"
+    )
+    assert muster.waits_for() == ""
+    cluster.nodes[1], cluster.ready = "b", True
+    members = muster.assemble([])
+    assert members is not None
+    assert len(members) == 2
+    cluster.nodes[1] = None
+    assert muster.assemble(members) is None
+    cluster.now += TELL_S
+    assert muster.waits_for().startswith("waiting for workers: 1 of at least 2")
+
+
+def test_processes_that_only_start_are_given_longer_before_the_wait_is_told() -> None:
+    cluster = Cluster("a", "b", ready=False, num_spares=0)
+    muster = mustered(cluster, min=2, max=2)
+    assert muster.assemble([]) is None
+    cluster.now += TELL_S
+    assert muster.waits_for() == ""
+    cluster.now += TELL_STARTING_S - TELL_S
+    assert "0 of at least 2 (at most 2) are ready, 2 are starting" in muster.waits_for()
+    cluster.now += 601
+    with pytest.raises(TimeoutError, match=r"2 of at least 2 .* have room, but 0 of their"):
         muster.assemble([])
 
 
