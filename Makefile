@@ -11,7 +11,8 @@ ARGS ?=
 # Chaos and integration first: one process runs those with a Ray cluster, which take longest.
 TESTS ?= tests/chaos tests/integration tests/unit
 # Those marked `root`, which `make test` leaves to `make test-system`.
-ROOT_TESTS := tests/integration/test_memory_monitor.py tests/unit/cluster/test_links.py
+ROOT_TESTS := tests/integration/test_memory_monitor.py tests/integration/test_cut_node.py \
+	tests/unit/cluster/test_links.py
 # Tests run in two processes, file by file, in this order; ARGS="-n 0" runs them in one (for --pdb).
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -124,6 +124,8 @@ def start_recorder(plan: SinkPlan, run_uri: str, run: str, spec_yaml: str) -> tu
         .options(
             num_cpus=0,
             max_restarts=UNLIMITED,
+            # Never elsewhere, as Ray may choose when this node is slow to answer: beside a worker
+            # it would go with that worker's node, and live on behind a cut link, lease in hand.
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         )
         .remote(plan, run_uri, run, spec_yaml)

@@ -90,6 +90,10 @@ class Links:
         """Nothing passes any more; nobody is told."""
         _ip("link", "set", self._end_of(number), "down")
 
+    def mend(self, number: int) -> None:
+        """All passes again, with what was on its way."""
+        _ip("link", "set", self._end_of(number), "up")
+
     def close(self) -> None:
         """Takes it all away; the kernel is late with the links of ended processes."""
         for number in self._tied:

@@ -139,6 +139,11 @@ class LocalNodes:
         self._ended.append(node)
         self._links.cut(node.number)
 
+    def mend(self, node: Node) -> None:
+        """Makes a node that was cut off reachable again; it stays one of those that are gone."""
+        assert self._links is not None, "these nodes have no links"
+        self._links.mend(node.number)
+
     def wait_for(self, num_nodes: int, alive: Callable[[], int]) -> None:
         """Waits until Ray has so many nodes besides the head, as `alive` counts them.
 
