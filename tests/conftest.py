@@ -50,7 +50,7 @@ SET_BY_LIBRARIES = frozenset(
 )
 # Helpers of multiprocessing, which Python keeps for the life of the process.
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-NEED_RAY = ("tests/chaos/", "tests/integration/")
+NEED_RAY = "tests/integration/"
 # Of those, the ones that start no cluster.
 NEED_NO_RAY = tuple(
     f"tests/integration/test_{name}.py"
@@ -60,9 +60,10 @@ NEED_NO_RAY = tuple(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands tests out file by file, and those with a Ray cluster to one process.
+    """Hands tests out file by file, and those of integration with a Ray cluster to one process.
 
-    Side by side these would get in one another's way: in addresses, and in time.
+    All side by side they would get in one another's way, in time; the drill of chaos, which comes
+    last, has nodes and addresses of its own.
     """
     if config.getoption("dist") != "loadfile":
         return None

@@ -206,7 +206,7 @@ def test_exceptions_of_workers_are_told_apart_by_their_cause() -> None:
     [fault] = faults_of(started, {})
     assert (fault.cause, fault.message.endswith("too much")) == (Cause.OUT_OF_MEMORY, True)
     placed = faults_of(ControllerError(PlacementError("no room")), {})
-    assert [(fault.cause, fault.exit_status) for fault in placed] == [(Cause.FINAL, 2)]
+    assert [(fault.cause, fault.exit_status) for fault in placed] == [(Cause.NO_ROOM, 2)]
 
 
 def test_who_has_not_answered_is_known_to_the_group() -> None:

@@ -106,7 +106,8 @@ class Flight:
     def _fly(self) -> None:
         try:
             part = self._written()
-            if self._link is not None:
+            # What failed needs no ledger, which may be on the storage that is full.
+            if self._link is not None and part.error is None:
                 self._link.flush(FLUSH_S)
             self._follow(part)
         except DivergenceError as error:

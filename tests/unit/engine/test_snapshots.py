@@ -202,7 +202,7 @@ def test_there_are_never_more_than_three_images_and_always_a_whole_one_over_two_
     old: set[str] = set()
     for attempt in (1, 2):
         own = [f"00000{attempt}-{name}" for name in ("checkpoint", "snapshot-0", "snapshot-1")]
-        first = 10 * attempt
+        first = 10 * attempt + 1
         snapshots = Snapshots(
             spec=parse_spec(
                 {"workload": "a:B", "batch_size": 1, "max_steps": 90}
@@ -222,15 +222,15 @@ def test_there_are_never_more_than_three_images_and_always_a_whole_one_over_two_
         until({*own[:2], *old})
         for step in range(first + 1, first + 8):
             snapshots.after_exchange()
-            if step > first + 2 and step % 2:  # the first is whole: the second has its memory
+            if step > first + 1 and step % 2:  # the first is whole: the second has its memory
                 until(set(own))
             assert len(images()) <= snapshot.NUM_IMAGES
-            assert (snapshot.newest("/a/run") is not None) == (attempt == 2 or step > first + 2)
+            assert (snapshot.newest("/a/run") is not None) == (attempt == 2 or step > first + 1)
             if snapshots.is_due(step):
                 snapshots.take(step, extras={})
         snapshots.close()
         newest = snapshot.newest("/a/run")
-        assert newest == first + 6
+        assert newest == first + 5
         # Killed: everything stays, and the next attempt gives all but the newest back.
         old = {own[1]}
 
