@@ -12,7 +12,7 @@ ARGS ?=
 TESTS ?= tests/integration tests/unit tests/chaos
 # Those marked `root`, which `make test` leaves to `make test-system`.
 ROOT_TESTS := tests/integration/test_memory_monitor.py tests/integration/test_cut_node.py \
-	tests/unit/cluster/test_links.py
+	tests/integration/test_full_storage.py tests/unit/cluster/test_links.py
 # Tests run in two processes, file by file, in this order; ARGS="-n 0" runs them in one (for --pdb).
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
