@@ -50,20 +50,23 @@ SET_BY_LIBRARIES = frozenset(
 )
 # Helpers of multiprocessing, which Python keeps for the life of the process.
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-NEED_RAY = "tests/integration/"
+NEED_RAY = ("tests/chaos/", "tests/integration/")
 # Of those, the ones that start no cluster.
 NEED_NO_RAY = tuple(
     f"tests/integration/test_{name}.py"
     for name in ("ray_private", "settling", "tracked_afterwards", "tracked_model", "tracking")
 )
+# These have clusters of their own; the other process has time for them.
+OTHER_CLUSTERS = tuple(
+    f"tests/integration/test_{name}.py" for name in ("several_nodes", "submitted_job")
+)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands tests out file by file, and those of integration with a Ray cluster to one process.
+    """Hands tests out file by file, and those with a Ray cluster to one process, but for a few.
 
-    All side by side they would get in one another's way, in time; the drill of chaos, which comes
-    last, has nodes and addresses of its own.
+    All side by side they would get in one another's way, in time.
     """
     if config.getoption("dist") != "loadfile":
         return None
@@ -73,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             if file.startswith(NEED_RAY) and file not in NEED_NO_RAY:
-                return "ray"
+                return "other clusters" if file in OTHER_CLUSTERS else "ray"
             # These look at what is made once for all of them.
             return "replay" if file.startswith("tests/unit/replay/") else file
 

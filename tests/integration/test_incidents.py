@@ -74,7 +74,7 @@ SLOW_TO_TELL = 20.0
 
 
 def job(folder: str, settings: dict[str, Any], storage: Path) -> JobSpec:
-    more = {"storage": str(storage), "workers": 3, "tracking.enabled": False}
+    more = {"storage": str(storage), "workers": 3, "tracking.enabled": False, "faults.spares": 0}
     return changed_spec(load_spec(WORKLOADS / folder / "job.yaml"), {**more, **settings})
 
 
@@ -171,7 +171,7 @@ def test_an_exploding_learning_rate(packed: dict[str, Any], tmp_path: Path) -> N
 
 def test_a_worker_that_is_slow(cluster: None, tmp_path: Path) -> None:
     """It has no bundle: a step of it computes what it would on any other worker."""
-    slow = {"args.slow_s": 0.2, "args.position": 9, "max_steps": 40, "epochs": None}
+    slow = {"args.slow_s": 0.5, "args.position": 9, "max_steps": 20, "epochs": None}
     settings = {**slow, "incidents.straggler_after_s": 2.0}
     outcome = train(job("faulty", settings, tmp_path), name="slow", search=[WORKLOADS / "faulty"])
     [incident] = summarize(Storage.at(outcome.run)).incidents

@@ -106,8 +106,9 @@ class Flight:
     def _fly(self) -> None:
         try:
             part = self._written()
-            # What failed needs no ledger, which may be on the storage that is full.
-            if self._link is not None and part.error is None:
+            # What could not be written needs no ledger, which may be on the storage that is full.
+            failed = part.error is not None and not self._abandoned.is_set()
+            if self._link is not None and not failed:
                 self._link.flush(FLUSH_S)
             self._follow(part)
         except DivergenceError as error:
