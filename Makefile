@@ -8,7 +8,7 @@ SHELL := /bin/bash
 # The job that `make train` runs, and further arguments of its command (or of pytest and the bench).
 JOB ?= workloads/digits/job.yaml
 ARGS ?=
-# Integration first: one process runs those with a Ray cluster, which take longest.
+# Integration first: those with a Ray cluster take longest (who runs which: tests/conftest.py).
 TESTS ?= tests/integration tests/unit tests/chaos
 # Those marked `root`, which `make test` leaves to `make test-system`.
 ROOT_TESTS := tests/integration/test_memory_monitor.py tests/integration/test_cut_node.py \
