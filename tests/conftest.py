@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ settings.load_profile("samestep")
 
 MARK = "SAMESTEP_TEST_MARK"
 GRACE_S = 10.0
+STARTING_S = 1.0
 # Set by libraries at their first import or use, whichever test happens to come first.
 SET_BY_LIBRARIES = frozenset(
     {
@@ -151,13 +153,20 @@ def _leaked_memory(before: set[Path]) -> list[str]:
     return [f"shared memory {path.name}" for path in left]
 
 
+def _environment_of(process: psutil.Process, end: float) -> dict[str, str]:
+    """Empty where it has none, and for a moment while a program starts."""
+    while not (found := process.environ()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return found
+
+
 def _leaked_processes(before: set[int], mark: str) -> list[str]:
-    own = os.getpid()
+    own, end = os.getpid(), time.monotonic() + STARTING_S
     found: list[tuple[psutil.Process, str]] = []
     for pid in set(psutil.pids()) - before:
         try:
             process = psutil.Process(pid)
-            if process.ppid() != own and process.environ().get(MARK) != mark:
+            if process.ppid() != own and _environment_of(process, end).get(MARK) != mark:
                 continue
             command = " ".join(process.cmdline())
         except psutil.Error:

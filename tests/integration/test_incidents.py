@@ -16,6 +16,7 @@ import torch
 from samestep import Outcome, load_spec, train
 from samestep.checkpoint.storage import Storage
 from samestep.exact.tree import shard_range
+from samestep.incidents.bundle_folder import read_bundle
 from samestep.incidents.record import Incident
 from samestep.replay.summary import summarize
 from samestep.spec import JobSpec, changed_spec
@@ -61,6 +62,36 @@ class Divided(CharGPT):
 
     def before_step(self, model, step):
         model.blocks[1][1].by = 0.0 if step == 4 else 1.0
+'''
+SLOW = '''
+import os
+import threading
+
+import torch
+
+from faulty import Faulty
+
+
+class SlowInAFork(torch.utils.data.Dataset):
+    """Samples that take their time in a process forked from the one that trains."""
+
+    def __init__(self, samples):
+        self.samples, self.made_in = samples, os.getpid()
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if os.getpid() != self.made_in:
+            threading.Event().wait(0.5)
+        return self.samples[index]
+
+
+class SlowToTell(Faulty):
+    """Its bundle takes longer than failing once more does."""
+
+    def data(self):
+        return SlowInAFork(super().data())
 '''
 WITHOUT_DATA = """
 
@@ -218,6 +249,20 @@ def test_memory_that_runs_out(packed: dict[str, Any], tmp_path: Path) -> None:
     data = again(packed, "memory", tmp_path)
     assert data["raised"].startswith("MemoryError at ")
     assert data["raised"].endswith(" in grow")
+
+
+def test_a_bundle_that_takes_longer_than_the_rest_of_its_run(cluster: None, tmp_path: Path) -> None:
+    """The step fails in the same way in the next attempt, within a second: the run is over."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    settings = {"workload": "slow:SlowToTell", "args.raise_at": 20}
+    search = [tmp_path, WORKLOADS / "faulty"]
+    outcome = train(job("faulty", settings, tmp_path / "runs"), name="slow", search=search)
+    assert outcome.status == "failed"
+    assert "failed in the same way twice" in outcome.message
+    incident = summarize(Storage.at(outcome.run)).incidents[0]
+    assert (incident.kind, incident.step, incident.attempt) == ("exception", 20, 1)
+    told = read_bundle(Storage.at(outcome.run).child("incidents").child(incident.id))
+    assert (told.sample_steps, told.missing) == ((20,), ())
 
 
 def test_a_flipped_bit(packed: dict[str, Any], tmp_path: Path) -> None:

@@ -99,11 +99,6 @@ def train_worker(config: dict[str, Any]) -> None:
         # Lets the others go, who wait for this worker: its sockets must close, so nothing that a
         # user's exception still holds in a cycle may keep them.
         gc.collect()
-        if failure.details["is_final"] or not _spec_of(config).faults.retries.user:
-            # The run ends with this, and this process: what it still writes would be lost.
-            from samestep.engine.evidence import BUNDLE_S, settle
-
-            settle(BUNDLE_S)
     raise failure
 
 

@@ -159,6 +159,13 @@ def dismiss() -> None:
     here.release()
 
 
+def settle_bundles(timeout_s: float) -> None:
+    """For the controller: waits for the incidents' bundles that this process still writes."""
+    from samestep.engine.evidence import settle
+
+    settle(timeout_s)
+
+
 def set_meeting(meeting: dict[str, Any]) -> None:
     """For the controller: tells this process where its group meets."""
     global _meeting

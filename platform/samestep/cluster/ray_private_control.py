@@ -72,6 +72,8 @@ TELLING_S: Final = 65.0
 """The same, while that worker says that it still writes down what happened."""
 SILENT_MARGIN_S: Final = 10.0
 """A process that answers nothing is given up later than by its own watchdog and by its peers."""
+BUNDLES_S: Final = 60.0
+"""How long the end of a run waits for bundles: of attempts that failed, whose workers went on."""
 STARTING_S: Final = 15.0
 """How long the end of a run waits for processes that are starting."""
 LEAVE: Final = "leave"
@@ -370,6 +372,13 @@ class ElasticController(TrainController):
         if isinstance(self._worker_group, SteadyGroup):
             self._worker_group.is_last = True
         result = await super()._shutdown()
+        written = [
+            hand.actor.execute.remote(process.settle_bundles, BUNDLES_S)
+            for hand in self._members
+            if not hand.is_dead()
+        ]
+        if written:
+            ray.wait(written, num_returns=len(written), timeout=BUNDLES_S)
         # A process that is only starting when its cluster goes looks for it for a minute.
         end = time.monotonic() + STARTING_S
         while self._plan.is_local and time.monotonic() < end:
@@ -419,8 +428,11 @@ def run_controller(plan: Plan, init_kwargs: Mapping[str, Any], env_vars: Mapping
         runtime_env={"env_vars": dict(env_vars)},
     )(ElasticController)
     controller = actor_class.remote(plan=plan, **init_kwargs)
-    ray.get(controller.run.remote())
-    return ray.get(controller.get_result.remote())
+    try:
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
+    finally:
+        ray.kill(controller)
 
 
 def whereabouts(status: WorkerGroupPollStatus | None) -> list[Whereabouts]:

@@ -215,6 +215,7 @@ class Loop:
             self._follow_up.go_on(self._step, self._flag)
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
+            self._evidence.finish(hurries=True)  # this process may not be in the next group
             if flag is Flag.PARK_AND_SAVE:
                 self._end()
             return False
