@@ -1,4 +1,4 @@
-"""Incidents of three workers under Ray: packed, moved away, and taken again with nothing else."""
+"""Incidents of several workers under Ray: packed, moved away, and taken again with nothing else."""
 
 from __future__ import annotations
 
@@ -109,14 +109,16 @@ def job(folder: str, settings: dict[str, Any], storage: Path) -> JobSpec:
     return changed_spec(load_spec(WORKLOADS / folder / "job.yaml"), {**more, **settings})
 
 
+TWO = {"workers": 2}
+"""Where who met it says nothing more: each process takes seconds to start."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nan": ("faulty", {"args.nan_at": 20, "args.position": 9}),
-    "explodes": ("digits", {"args.lr": 3000.0}),
-    "label": ("digits", {"workload": "planted:Mislabelled"}),
-    "zero": ("chargpt", {"workload": "planted:Divided", "max_steps": 6}),
+    "explodes": ("digits", {"args.lr": 3000.0, **TWO}),
+    "label": ("digits", {"workload": "planted:Mislabelled", **TWO}),
+    "zero": ("chargpt", {"workload": "planted:Divided", "max_steps": 6, **TWO}),
     "hang": ("faulty", {"args.hang_at": 20, "args.position": 9, "faults.hang_timeout_s": 8.0}),
     "crash": ("faulty", {"args.crash_at": 20, "args.position": 9}),
-    "memory": ("faulty", {"args.grow_at": 20, "args.grow_bytes": 2**50}),
+    "memory": ("faulty", {"args.grow_at": 20, "args.grow_bytes": 2**50, **TWO}),
     "flip": ("faulty", {"args.flip_at": 20, "args.position": 9, "incidents.audit_every": 1}),
 }
 ONCE = ("hang", "crash", "flip")
@@ -254,7 +256,7 @@ def test_memory_that_runs_out(packed: dict[str, Any], tmp_path: Path) -> None:
 def test_a_bundle_that_takes_longer_than_the_rest_of_its_run(cluster: None, tmp_path: Path) -> None:
     """The step fails in the same way in the next attempt, within a second: the run is over."""
     (tmp_path / "slow.py").write_text(SLOW)
-    settings = {"workload": "slow:SlowToTell", "args.raise_at": 20}
+    settings = {"workload": "slow:SlowToTell", "args.raise_at": 20, **TWO}
     search = [tmp_path, WORKLOADS / "faulty"]
     outcome = train(job("faulty", settings, tmp_path / "runs"), name="slow", search=search)
     assert outcome.status == "failed"
