@@ -12,7 +12,6 @@ import inspect
 import os
 import shutil
 import sys
-import tempfile
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
 from samestep.errors import WorkloadError
+from samestep.scratch import make_scratch_folder
 
 Metrics = Mapping[str, Tensor | float]
 
@@ -134,7 +134,7 @@ class Workload:
         """
         folder = self._output_folder
         if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="samestep-output-"))
+            folder = make_scratch_folder("output")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return folder

@@ -20,18 +20,18 @@ without the latter page faults make one engine or another slower, by chance, in 
     dataparallel  one process with all shards in turn against workers in parallel; on GPUs also
                   stock nn.DataParallel
     telemetry     (only when asked for by --parts) chargpt through Ray with MLflow and Prometheus
-                  off, on, and with a server that never answers
+                  off, on, with a server that never answers, and with one that is away
     outage        (only when asked for by --parts) what an hour without MLflow adds to the ledger,
                   and how long it takes to deliver it into a SQLite file
     load          (only when asked for by --parts) what the recorder takes while 2,000 workers tell
                   it something every second
     checkpoints   (only when asked for by --parts) how long a save of 200 MB holds training up with
                   1 and 2 workers, over torch.save of the same state to the same disk (TMPDIR
-                  chooses it), with PyTorch's async_save beside it; and step times while a
-                  checkpoint is written
+                  chooses it), with PyTorch's async_save beside it; step times while a checkpoint
+                  is written; and what snapshots cost, and take of shared memory
     recovery      (only when asked for by --parts) seconds without a new step after a killed worker:
                   samestep, torchrun's elastic restart and plain Ray Train; and of samestep when all
-                  workers die, and when a node dies, joins or is drained
+                  workers die, and when a node dies, joins, is drained or (as root) is cut off
     incidents     (only when asked for by --parts) what judging and recording each step costs,
                   and an audit every 10 steps with one shard per worker; how soon the bundle of
                   an incident is whole, and what another worker notices of that; and how long
@@ -54,7 +54,7 @@ import torch
 from incidents import AUDITED, BARE, BLOCK_STEPS, WATCHED
 from launches import LaunchError, launch
 from models import MODELS
-from ratios import bundle_row, save_rows, step_rows
+from ratios import bundle_row, save_rows, snapshot_row, step_rows
 from report import (
     print_bundles,
     print_checkpoints,
@@ -65,12 +65,13 @@ from report import (
     print_profile,
     print_recovery,
     print_replays,
+    print_snapshots,
     print_steps,
     print_telemetry,
     print_watching,
 )
 from rich.console import Console
-from whole_runs import replay_times, telemetry_rows, telemetry_times
+from whole_runs import replay_times, telemetry_courses, telemetry_rows
 
 from samestep.cluster.environment import prepare_ray
 
@@ -208,12 +209,12 @@ class Bench:
 
     def _telemetry(self) -> None:
         quick = self._options.quick
-        times = telemetry_times(
+        courses = telemetry_courses(
             workers=self._options.workers,
-            rounds=1 if quick else TELEMETRY_ROUNDS,
+            rounds=1 if quick else min(self._options.rounds, TELEMETRY_ROUNDS),
             num_steps=60 if quick else TELEMETRY_STEPS,
         )
-        self.found["telemetry"] = telemetry_rows(times)
+        self.found["telemetry"] = telemetry_rows(courses)
         print_telemetry(self._console, self.found["telemetry"], workers=self._options.workers)
 
     def _recovery(self) -> None:
@@ -260,9 +261,10 @@ class Bench:
                 "folder": None,
             }
             launches = [self._launch(task, workers=workers) for _ in range(self._options.launches)]
-            found = {**task, "workers": workers, **save_rows(launches), "launches_s": launches}
-            self.found["checkpoints"].append(found)
+            found = {**task, "workers": workers, **save_rows(launches), **snapshot_row(launches)}
+            self.found["checkpoints"].append({**found, "launches_s": launches})
             print_checkpoints(self._console, found)
+            print_snapshots(self._console, found)
 
     def _incidents(self) -> None:
         found: dict[str, Any] = {"watching": []}

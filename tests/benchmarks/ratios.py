@@ -134,6 +134,18 @@ def save_rows(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def snapshot_row(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Share of the time that snapshots took, and their memory over the state, over launches."""
+    shares = [launch["snapshot_share"] for launch in launches]
+    images = [launch["shared_memory_bytes"] / launch["state_bytes"] for launch in launches]
+    return {
+        "num_snapshots": sum(launch["num_snapshots"] for launch in launches),
+        "steps_between": launches[0]["steps_between"],
+        "snapshot_share": spread(shares).to_json(),
+        "memory_over_state": spread(images).to_json(),
+    }
+
+
 def bundle_row(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Spreads over the incidents of all launches, of which each is as `bundles` gives it."""
 

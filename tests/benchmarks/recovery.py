@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from models import MODELS
 from plain_elastic import LOG
 
 from samestep.cluster.drill import Drill
-from samestep.cluster.drilled import RoundResult
+from samestep.cluster.drilled import RoundResult, Struck
 from samestep.cluster.strikes import Fault, Strike
 from samestep.exact import numerics
 
@@ -41,16 +41,22 @@ OTHERS = {
     Fault.KILL_NODE: "node killed",
     Fault.ADD_NODE: "node joins",
     Fault.DRAIN_NODE: "node drained",
+    Fault.CUT_NODE: "link to a node cut",
 }
+AT_ONCE = (Fault.KILL_ALL_WORKERS, Fault.KILL_NODE, Fault.ADD_NODE, Fault.DRAIN_NODE)
+"""In one run, one after another: the node that joins takes the place of the one that was killed."""
 
 
 def recovery_row(
     model: str, kills: int, *, peer_kills: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """All of it: seconds without a new step by whose they are, and what samestep's runs redid."""
-    killed, others = samestep_kills(model, kills, say), samestep_others(model, say)
+    killed = samestep_kills(model, kills, say)
+    struck = [*samestep_others(model, say).struck, *samestep_cut(model, say)]
     held_up_s = {"samestep": [one.held_up_s for one in killed.struck]}
-    others_s = {OTHERS[one.strike.fault]: [one.held_up_s, one.redone] for one in others.struck}
+    others_s = {
+        OTHERS[one.strike.fault]: [one.held_up_s, one.redone, one.grown_s] for one in struck
+    }
     # Told at once: a peer that never comes back must not take these with it.
     say(f"samestep, seconds held up: worker killed {held_up_s['samestep']}, {others_s}")
     for name, measure in (("torchrun", torchrun_kills), ("Ray Train", ray_kills)):
@@ -71,11 +77,21 @@ def samestep_kills(model: str, kills: int, say: Callable[[str], None]) -> RoundR
 
 
 def samestep_others(model: str, say: Callable[[str], None]) -> RoundResult:
-    """All workers killed, and nodes that go and come; three nodes of one slot, two workers."""
+    """All workers killed, and nodes that go and come; two nodes of one slot, a worker on each."""
     apart = max(10, int(1.5 * APART_S / _step_s(model)))
-    strikes = [Strike(fault=fault, step=apart * (n + 1)) for n, fault in enumerate(OTHERS)]
+    strikes = [Strike(fault=fault, step=apart * (n + 1)) for n, fault in enumerate(AT_ONCE)]
     steps = apart * (len(strikes) + 1)
-    return _drilled(model, strikes, steps, num_nodes=3, least=1, say=say)
+    return _drilled(model, strikes, steps, num_nodes=WORKERS, least=1, say=say)
+
+
+def samestep_cut(model: str, say: Callable[[str], None]) -> Sequence[Struck]:
+    """One of two nodes is cut off and lives on; nothing without root's rights."""
+    if os.geteuid() != 0:
+        say("a link that is cut is left out: to make and cut links takes root's rights")
+        return ()
+    apart = max(10, int(APART_S / _step_s(model)))
+    strikes = [Strike(fault=Fault.CUT_NODE, step=apart)]
+    return _drilled(model, strikes, 2 * apart, num_nodes=WORKERS, least=1, say=say).struck
 
 
 def torchrun_kills(model: str, kills: int, say: Callable[[str], None]) -> list[float]:

@@ -16,6 +16,16 @@ MAX_DRAIN_S = 60.0
 MAX_BUNDLE_S = 2.0
 MAX_REPLAY_S = 15.0
 HELD_UP_TARGETS = {1: 0.2, 2: 0.1}
+MAX_KILL_S = 1.0
+MAX_STANDSTILL_S = {
+    "node killed": 5.0,
+    "node joins": 2.0,
+    "node drained": 1.0,
+    "link to a node cut": 12.0,
+}
+MAX_GROWN_S = 20.0
+MAX_SNAPSHOT_SHARE = 0.01
+MAX_IMAGES = 3.0
 
 
 def print_steps(console: Console, found: Mapping[str, Any], bases: Sequence[str]) -> None:
@@ -113,13 +123,18 @@ def print_telemetry(console: Console, found: Iterable[Mapping[str, Any]], *, wor
         "telemetry",
         "step, ms",
         "over all off",
+        "cores beside the workers",
+        "more than all off",
     )
     for row in found:
         median, least, largest = _of(row["ratios"])
+        cores, fewest, most = _of(row["beside"])
         table.add_row(
             row["telemetry"],
             f"{row['step_ms']:.1f}",
             f"{median:.3f} [{least:.3f}, {largest:.3f}]",
+            f"{cores:.3f} [{fewest:.3f}, {most:.3f}]",
+            f"{row['more_beside']:.3f}",
         )
     console.print(table)
 
@@ -182,6 +197,20 @@ def print_checkpoints(console: Console, found: Mapping[str, Any]) -> None:
     console.print(f"{told}most {TARGET} is {said}")
     mean = spread_text(found["mean_step_while_writing_over_step"])
     console.print(f"in the mean, with the step that shares its time with the copy: {mean}")
+
+
+def print_snapshots(console: Console, found: Mapping[str, Any]) -> None:
+    """What copies into shared memory cost the training, and the room they take."""
+    share, images = found["snapshot_share"], found["memory_over_state"]
+    console.print(
+        f"{found['num_snapshots']} snapshots, one after {found['steps_between']} steps: "
+        f"{spread_text(share, digits=4)} of the time, at most {MAX_SNAPSHOT_SHARE:g} is "
+        f"{_said(share['median'], MAX_SNAPSHOT_SHARE)}"
+    )
+    console.print(
+        f"shared memory at its most: {spread_text(images)} of the state, at most {MAX_IMAGES:g} is "
+        f"{_said(images['largest'], MAX_IMAGES)}"
+    )
 
 
 def print_watching(
@@ -269,6 +298,10 @@ def _verdict(found: Mapping[str, Any]) -> str:
     )
 
 
+def _said(value: float | None, limit: float) -> str:
+    return "reached" if value is not None and value <= limit else "MISSED"
+
+
 def _short(engine: str) -> str:
     return engine.removeprefix("plain, ")
 
@@ -297,12 +330,20 @@ def print_recovery(console: Console, found: Mapping[str, Any]) -> None:
         median, least, most = _of(known)
         row = (f"{name}: worker killed", str(len(known)))
         table.add_row(*row, f"{median:.2f}", f"{least:.2f}", f"{most:.2f}")
-    for what, (seconds, redone) in found["others_s"].items():
+    for what, (seconds, redone, _) in found["others_s"].items():
         value = "-" if seconds is None else f"{seconds:.2f}"
         table.add_row(f"samestep: {what} ({redone} steps redone)", "1", value, value, value)
     console.print(table)
     ours = statistics.median(found["held_up_s"]["samestep"])
     console.print(f"{found['model']}: {found['redone']} steps redone over all kills")
+    console.print(f"a killed worker: at most {MAX_KILL_S:g} s is {_said(ours, MAX_KILL_S)}")
+    for what, (seconds, _, grown_s) in found["others_s"].items():
+        if what in MAX_STANDSTILL_S:
+            limit = MAX_STANDSTILL_S[what]
+            console.print(f"{what}: at most {limit:g} s is {_said(seconds, limit)}")
+        if grown_s is not None:
+            told = f"{what}: trains with more workers after {grown_s:.1f} s, at most"
+            console.print(f"{told} {MAX_GROWN_S:g} is {_said(grown_s, MAX_GROWN_S)}")
     for name, times in found["held_up_s"].items():
         if name != "samestep" and times:
             theirs = statistics.median(times)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.engine.node import Node
 from samestep.engine.peers import Peers
 from samestep.engine.saving import Saving
+from samestep.engine.snapshots import Snapshots
 from samestep.exact import numerics
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.telemetry.link import Link, Target
@@ -38,6 +40,8 @@ from relay import target_of
 META = CheckpointMeta(numerics={}, spec={}, created_s=0.0)
 WARM_UP_STEPS = 5
 STEPS_BETWEEN = 50
+SETTLED_SNAPSHOTS = 3
+"""After so many the interval is that of warm memory."""
 
 Task = dict[str, Any]
 
@@ -78,8 +82,19 @@ def _samestep(
         attempt = begun(target, peers)
         link = Link(target, attempt, "0") if is_first else None
         saving = _saving(exact, spec, peers, run, target, link, attempt)
+        num_steps = WARM_UP_STEPS + rounds * STEPS_BETWEEN
+        snapshots = Snapshots(
+            spec=spec,
+            parts=exact.built.parts,
+            records=tuple,
+            peers=peers,
+            node=Node.of(peers),
+            run_uri=run.uri,
+            attempt=attempt,
+            first_step=num_steps,
+        )
         try:
-            for number in range(WARM_UP_STEPS + rounds * STEPS_BETWEEN):
+            for number in range(num_steps):
                 was_writing = saving.is_under_way
                 started, waited_s = time.perf_counter(), [0.0]
 
@@ -97,7 +112,7 @@ def _samestep(
                 if link is not None:
                     link.record(_record(number))
                 if number == 0:
-                    saving.prepare(1, extras={}, also=lambda plan: None)
+                    saving.prepare(1, extras={}, also=snapshots.warm)
                 if number < WARM_UP_STEPS:
                     continue
                 if was_writing and saving.is_under_way:
@@ -112,7 +127,9 @@ def _samestep(
                     saving.save(number + 1, extras={}, meta=META)
                     saved_s, has_saved = time.perf_counter() - started, True
             saving.settle()
+            snapshot = _snapshots(exact, snapshots, run.uri, num_steps, rounds * STEPS_BETWEEN)
         finally:
+            snapshots.close()
             saving.close(wait_s=10, keep_images=False)
             if link is not None:
                 link.close()
@@ -123,6 +140,41 @@ def _samestep(
         "step_s": quiet_s,
         "step_while_writing_s": busy_s,
         "num_waited": len(whole_s),
+        **snapshot,
+    }
+
+
+def _snapshots(
+    exact: Samestep, snapshots: Snapshots, run_uri: str, first: int, num_steps: int
+) -> dict[str, Any]:
+    """What copies into shared memory cost, once their interval is known, and the room they take.
+
+    A snapshot costs the time of its copy, and what the next step takes longer, which shares its
+    time with the thread that hashes it.
+    """
+    steps_s, after_s, costs_s, taken_at, most_bytes = [], [], [], [], 0
+    has_taken, begun_s = False, time.perf_counter()
+    for number in range(first, first + num_steps):
+        started_s = time.perf_counter()
+        exact.step(number, snapshots.after_exchange)
+        (after_s if has_taken else steps_s).append(time.perf_counter() - started_s)
+        has_taken = snapshots.is_due(number + 1)
+        if has_taken:
+            snapshots.take(number + 1, extras={})
+            assert snapshots.cost_s is not None
+            taken_at.append(number + 1)
+            costs_s.append(snapshots.cost_s)
+            files = shared_memory.folder_of(run_uri).rglob("*")
+            most_bytes = max(most_bytes, sum(path.stat().st_size for path in files))
+            if len(taken_at) == SETTLED_SNAPSHOTS:
+                begun_s, after_s, costs_s = time.perf_counter(), [], []
+    elapsed_s, usual_s = time.perf_counter() - begun_s, statistics.median(steps_s)
+    cost_s = sum(costs_s) + sum(step_s - usual_s for step_s in after_s)
+    return {
+        "snapshot_share": cost_s / elapsed_s,
+        "num_snapshots": len(costs_s),
+        "steps_between": taken_at[-1] - taken_at[-2],
+        "shared_memory_bytes": most_bytes,
     }
 
 

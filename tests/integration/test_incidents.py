@@ -154,10 +154,12 @@ def packed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def samestep(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    temporary = cwd / "tmp"
+    temporary.mkdir(exist_ok=True)
     return subprocess.run(
         [sys.executable, "-P", "-m", "samestep", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "platform")},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "platform"), "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         timeout=200,
@@ -176,6 +178,7 @@ def again(packed: dict[str, Any], kind: str, tmp_path: Path, *options: str) -> d
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
     data: dict[str, Any] = json.loads(done.stdout)
     assert data["verdict"] == "reproduced"
+    assert list(tmp_path.glob("tmp/samestep-*")) == []
     return data
 
 

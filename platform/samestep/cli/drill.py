@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +17,7 @@ from samestep.cli.options import AsJson, Settings
 from samestep.cli.wide import print_whole
 from samestep.errors import ExitStatus
 from samestep.names import RunState
+from samestep.scratch import scratch_folder
 from samestep.spec import load_spec, parse_override
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def drill(
     spec = load_spec(job, dict(parse_override(text) for text in settings or []))
     asked = parse_faults(faults)
     console = Console(soft_wrap=True, highlight=False, stderr=as_json)
-    with tempfile.TemporaryDirectory(prefix="samestep-drill-") as temporary:
-        place = folder.resolve() if folder is not None else Path(temporary)
+    with scratch_folder("drill") as temporary:
+        place = folder.resolve() if folder is not None else temporary
         place.mkdir(parents=True, exist_ok=True)
         made = Drill(
             spec,

@@ -22,6 +22,7 @@ class Struck:
         held_up_s: the longest time without a new step, from then to the next strike; evaluations
             are not in it.
         redone: steps taken again by attempts that began from then to the next strike.
+        grown_s: until an attempt with more workers began, before the next strike; None: none did.
         note: whom it hit; where it could not strike, why.
         missed: it could not strike.
         state_lives: when it had struck a worker still held the state, so that nothing of what it
@@ -32,6 +33,7 @@ class Struck:
     at_step: int
     held_up_s: float | None
     redone: int
+    grown_s: float | None = None
     note: str = ""
     missed: bool = False
     state_lives: bool = True
@@ -144,12 +146,21 @@ class Watched:
                     at_step=blow.at_step,
                     held_up_s=max(gaps) if gaps else None,
                     redone=redone,
+                    grown_s=self._grown_s(blow.at_s, until),
                     note=blow.note,
                     missed=blow.missed,
                     state_lives=blow.state_lives,
                 )
             )
         return found
+
+    def _grown_s(self, from_s: float, until_s: float) -> float | None:
+        sizes = [int(fields["world_size"]) for fields in self.attempts]
+        begun = zip(self.begun_at.values(), sizes, strict=True)
+        for (_, before), (begun_s, size) in itertools.pairwise(begun):
+            if size > before and from_s < begun_s <= until_s:
+                return begun_s - from_s
+        return None
 
 
 def told(result: RoundResult) -> str:

@@ -20,6 +20,7 @@ from samestep.names import (
     Env,
     RunState,
 )
+from samestep.scratch import sweep
 from samestep.spec import RUN_NAME, JobSpec, Mode, differing_fields
 from samestep.spec_training import below, source_uri
 from samestep.telemetry import lease as leases
@@ -162,6 +163,7 @@ def train(
         result = run_on_ray(order, observer)
     # What is in another node's shared memory its own workers remove, or the next start there.
     shared_memory.remove(run.uri)
+    sweep()
     return _outcome(run, name, result)
 
 

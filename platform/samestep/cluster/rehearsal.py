@@ -47,8 +47,10 @@ def rehearse(part: Part) -> None:
     from samestep.checkpoint.storage import Storage
     from samestep.exact import numerics
     from samestep.names import SPEC_FILE
+    from samestep.scratch import sweep
     from samestep.spec import parse_spec
 
+    sweep()  # of workers of this node that were killed
     spec = parse_spec(yaml.safe_load(part.spec))
     search = map(str, part.folders.enter())
     sys.path[:0] = [folder for folder in search if folder not in sys.path]

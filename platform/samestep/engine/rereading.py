@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import stat
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -25,6 +24,7 @@ from samestep.engine.feed import Fetcher
 from samestep.exact.order import ShardPlan
 from samestep.incidents.bundle import sample_file
 from samestep.incidents.samples import StepSamples
+from samestep.scratch import make_scratch_folder
 
 READ_S: Final = 30.0
 NICE: Final = 5
@@ -60,7 +60,7 @@ class Rereading:
     ) -> None:
         self.steps = list(steps)
         self._limit_s = limit_s
-        self._folder = Path(tempfile.mkdtemp(prefix="samestep-samples-"))
+        self._folder = make_scratch_folder("samples")
         parent = os.getpid()
 
         def read() -> None:

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Final
 from samestep.errors import CannotReplayError
 from samestep.faults.progress import Phase, Position, Progress
 from samestep.names import Env
+from samestep.scratch import scratch_folder
 
 START_S: Final = 600.0
 """How long it may take until the first step is begun."""
@@ -87,9 +87,10 @@ def run_apart(arguments: Sequence[str], *, still_s: float) -> Ended:
     Raises:
         CannotReplayError: it does not come to its first step.
     """
-    with tempfile.TemporaryDirectory(prefix="samestep-replay-") as folder:
-        notes = Path(folder, "notes")
-        environment: Mapping[str, str] = {**os.environ, Env.SAMESTEP_REPLAY_NOTES: str(notes)}
+    with scratch_folder("replay") as folder:
+        notes = folder / "notes"
+        own = {Env.SAMESTEP_REPLAY_NOTES: str(notes), "TMPDIR": str(folder)}  # it may be killed
+        environment: Mapping[str, str] = {**os.environ, **own}
         # -P: what lies in the working directory must not shadow anything.
         command = [sys.executable, "-P", "-m", "samestep", *arguments]
         process = subprocess.Popen(command, env=environment)

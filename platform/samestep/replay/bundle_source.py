@@ -6,7 +6,6 @@ and of the classes that batches are made of only those of the loaded workload's 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -28,6 +27,7 @@ from samestep.incidents.packing import unpack
 from samestep.incidents.record import Incident
 from samestep.incidents.samples import StepSamples
 from samestep.replay.source import Start
+from samestep.scratch import scratch_folder
 from samestep.spec import JobSpec
 from samestep.telemetry.identity import parse_spec_text
 from samestep.telemetry.records import EVENT, KINDS, STEP, EventRecord, StepRecord, malformed
@@ -215,8 +215,8 @@ def unpacked(file: Path) -> Iterator[Storage]:
         BundleError: the file is damaged, or no packed bundle.
         InputError: it can't be read.
     """
-    with tempfile.TemporaryDirectory(prefix="samestep-bundle-") as folder:
-        target = Path(folder, "bundle")
+    with scratch_folder("bundle") as folder:
+        target = folder / "bundle"
         unpack(file, target)
         yield Storage.at(str(target))
 

@@ -6,7 +6,6 @@ is whole, with everything that a checkpoint holds. They are compared with the ru
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from samestep.exact import numerics
 from samestep.exact.seeds import global_generators_kept
 from samestep.replay.device import device_of
 from samestep.replay.inheritance import copy_checkpoint, inherit, newest_of_the_way
+from samestep.scratch import scratch_folder
 from samestep.spec import JobSpec, Mode, changed_spec, dump_spec
 from samestep.telemetry.identity import read_numerics
 from samestep.telemetry.ledger import steps
@@ -77,8 +77,8 @@ def reached(run: Storage, spec: JobSpec, step: int, *, search: Sequence[Path]) -
             f"{run.uri} has no checkpoint after {step} steps, and with reduction: fast none can be "
             f"reached again bit for bit; take one of {', '.join(map(str, whole)) or 'another run'}"
         )
-    with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-        scratch = Storage.at(folder)
+    with scratch_folder("run") as folder:
+        scratch = Storage.at(str(folder))
         inherit(run, scratch, start or 0, name="scratch")
         if start is not None:
             copy_checkpoint(run, scratch, start)

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +23,7 @@ from typing import Any, Final, TextIO, cast
 from samestep.checkpoint.storage import Storage
 from samestep.errors import StorageError
 from samestep.names import ATTEMPT_PREFIX, LOG_SUFFIX, LOGS_DIR, OUTPUTS_DIR, WORKER_PREFIX
+from samestep.scratch import scratch_folder
 
 # Kept of a file that goes to an object store, which takes it in one piece.
 MAX_UPLOAD_BYTES: Final = 64 << 20
@@ -73,8 +73,8 @@ def worker_files(run: Storage, *, attempt: int, world_rank: int) -> Iterator[Wor
         with _copied_to(here / names[0]) as note:
             yield WorkerFiles(output_folder=here / names[1], note=note)
         return
-    with tempfile.TemporaryDirectory(prefix="samestep-worker-") as folder:
-        log, outputs = Path(folder, "log"), Path(folder, "outputs")
+    with scratch_folder("worker") as folder:
+        log, outputs = folder / "log", folder / "outputs"
         try:
             with _copied_to(log) as note:
                 yield WorkerFiles(output_folder=outputs, note=note)

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import ssl
-import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from samestep.errors import SamestepError
 from samestep.names import Env, Tag
+from samestep.scratch import scratch_folder
 from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.tracking_file import without_password
 from samestep.telemetry.tracking_names import MAX_TAG, batches
@@ -157,8 +157,8 @@ class MlflowRun:
     def log_file(self, name: str, data: bytes) -> None:
         """Stores an artifact, over an earlier one of that name."""
         folder, _, file = name.rpartition("/")
-        with tempfile.TemporaryDirectory(prefix="samestep-") as temporary:
-            path = Path(temporary, file)
+        with scratch_folder("artifact") as temporary:
+            path = temporary / file
             path.write_bytes(data)
             self._call("log_artifact", local_path=str(path), artifact_path=folder or None)
 

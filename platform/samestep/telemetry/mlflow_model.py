@@ -10,7 +10,6 @@ import copy
 import inspect
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from samestep.checkpoint.storage import Storage
 from samestep.exact.seeds import global_generators_kept
 from samestep.names import BEST_MODEL_DIR, MODEL_DIR
+from samestep.scratch import scratch_folder
 from samestep.telemetry.finished import Finished
 from samestep.telemetry.mlflow_client import load_mlflow
 
@@ -131,8 +131,8 @@ def pack_model(
     import mlflow.pytorch as flavor
 
     mine = copy.deepcopy(model).cpu().eval()
-    with tempfile.TemporaryDirectory(prefix="samestep-") as temporary:
-        folder = Path(temporary, name)
+    with scratch_folder("model") as temporary:
+        folder = temporary / name
         settings: dict[str, Any] = {
             "signature": _signature(mlflow, model, example),
             "pip_requirements": _requirements(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import tempfile
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from samestep.names import (
     REQUIREMENTS_ARTIFACT,
     SPEC_FILE,
 )
+from samestep.scratch import scratch_folder
 from samestep.spec import dump_spec
 from samestep.telemetry import provenance
 from samestep.telemetry.ledger import segments
@@ -186,13 +186,13 @@ class ModelUpload:
         if tracked.files.get(folder) == digest:
             return model_id, tracked.files
         try:
-            with tempfile.TemporaryDirectory(prefix="samestep-") as temporary:
+            with scratch_folder("model") as temporary:
                 for name in names:
-                    path = Path(temporary, name)
+                    path = temporary / name
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(self._run.read(name))
                 made = store.create_model(folder, tracked.next_step)
-                store.fill_model(made, Path(temporary, folder))
+                store.fill_model(made, temporary / folder)
         except SamestepError as error:
             self._refusals.tell(error)
             return None, files

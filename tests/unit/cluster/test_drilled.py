@@ -31,6 +31,7 @@ def step(number: int, at_s: float, **timing: float) -> StepRecord:
 
 
 def event(kind: Event, attempt: int, at_s: float, **fields: Any) -> EventRecord:
+    fields = {"world_size": 2, **fields} if kind is Event.ATTEMPT_STARTED else fields
     return EventRecord(event=kind, step=0, attempt=attempt, time=at_s, fields=fields)
 
 
@@ -69,6 +70,16 @@ def test_steps_taken_again_belong_to_the_fault_that_their_attempt_began_after() 
     )
     first, second = found.costs([blow(4.5), blow(8.5)])
     assert (first.redone, second.redone, found.redone) == (3, 1, 4)
+
+
+def test_a_group_that_grew_is_told_with_the_strike_before_it() -> None:
+    sizes = {1.0: 2, 5.0: 1, 9.0: 2, 12.0: 2}
+    begun = [
+        event(Event.ATTEMPT_STARTED, number, at_s, world_size=size)
+        for number, (at_s, size) in enumerate(sizes.items(), start=1)
+    ]
+    killed, joined, last = watched(*begun).costs([blow(4.5), blow(6.0), blow(11.0)])
+    assert (killed.grown_s, joined.grown_s, last.grown_s) == (None, 3.0, None)
 
 
 def test_a_fault_that_never_struck_is_told_and_costs_nothing() -> None:
