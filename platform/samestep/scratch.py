@@ -61,8 +61,11 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int:
-    """When a process was started, in ticks since the machine was, which no change of the clock
-    moves; tells it from another of the same number. 0: there is none, or this is not Linux."""
+    """When a process was started: tells it from another of the same number.
+
+    In ticks since the machine was, which no change of the clock moves. 0: there is no such process,
+    or this is not Linux.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
