@@ -77,6 +77,12 @@ NOW: Final = Row(
             f"sum(increase(samestep_incidents_total{{{RUN}}}[1d]))",
             thresholds=[(0, "green"), (1, "orange")],
         ),
+        stat(
+            "Failed, last day",
+            "Runs that ended with a failure.",
+            f"sum(max by (run) (max_over_time(samestep_failed{{{RUN}}}[1d])))",
+            thresholds=[(0, "green"), (1, "red")],
+        ),
         RUNS,
     ],
 )

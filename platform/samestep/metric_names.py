@@ -296,6 +296,18 @@ class Metrics:
         labels=("kind",),
         help="Incidents, by kind.",
     )
+    LAST_INCIDENT: Final = Metric(
+        name="samestep_last_incident_timestamp_seconds",
+        type=MetricType.GAUGE,
+        labels=("kind",),
+        unit="seconds",
+        help="When the last incident of a kind was recorded; seconds since the epoch.",
+    )
+    FAILED: Final = Metric(
+        name="samestep_failed",
+        type=MetricType.GAUGE,
+        help="1 once the run has ended with a failure, until somebody goes on with it; else 0.",
+    )
     BUDGET_USED: Final = Metric(
         name="samestep_budget_used_ratio",
         type=MetricType.GAUGE,

@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import time
 import urllib.parse
@@ -24,7 +25,9 @@ import pytest
 
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.processes import session_of
+from samestep.errors import ExitStatus
 from samestep.metric_names import METRICS, Metrics, MetricType, series_of
+from samestep.replay.summary import summarize
 from samestep.telemetry.lease import holder
 from samestep.telemetry.past import read_past
 from samestep.telemetry.targets import announced
@@ -49,6 +52,7 @@ QUIET = {
     "SamestepCheckpointTooOld": "a checkpoint every ten steps",
     "SamestepCheckpointsFail": "each save works",
     "SamestepLossNotFinite": "the loss is finite",
+    "SamestepRunFailed": "it goes on",
     "SamestepStraggler": "both workers run on this machine",
     "SamestepTrackingBacklog": "MLflow is there",
     "SamestepWorkerMemoryHigh": "the model is tiny",
@@ -113,6 +117,32 @@ def ranks_of(page: str) -> set[str]:
     """Of the workers that a page tells of."""
     with urllib.request.urlopen(f"http://{page}/metrics", timeout=30) as answer:
         return set(re.findall(r'world_rank="(\d+)"', answer.read().decode()))
+
+
+def test_a_run_that_ends_with_an_incident_is_seen_to_have_failed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Its page stays until the next scrape: else nobody would be told."""
+    storage = tmp_path_factory.mktemp("runs")
+    told = runpy.run_path(str(DASHBOARDS / "story.py"))
+    settings = [
+        f"storage={storage}",
+        "tracking.enabled=false",
+        "args.nan_at=20",
+        "args.pause_s=0.2",
+    ]
+    command = [sys.executable, "-m", "samestep", "train", str(JOB), "--name", "ends"]
+    command += ["--mode", "local", *(part for each in settings for part in ("--set", each))]
+    with told["prometheus"](tmp_path_factory.mktemp("prometheus"), storage) as url:
+        found = Prometheus(url=url, started=time.time())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == ExitStatus.FAILED, done.stdout + done.stderr
+        [incident] = summarize(Storage.at(str(storage / "ends"))).incidents
+        when = f'{Metrics.LAST_INCIDENT.name}{{run="ends",kind="non_finite"}}'
+        told["wait_until"](
+            lambda: found.value(f"max_over_time({when}[15m])") == incident.time,
+            "Prometheus knows of the incident",
+        )
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +220,8 @@ def test_every_alert_is_evaluated_and_what_it_looks_at_is_there(watched: Watched
     silent = set()
     for rule in rules:
         for selector in re.findall(r"(?:\w+:)*samestep_\w+(?::\w+)*(?:\{[^}]*\})?", rule["query"]):
-            if "divergence|corruption" not in selector and "attempt_started)" not in selector:
+            never = ("divergence|corruption", "attempt_started)", 'kind="non_finite"')
+            if not any(text in selector for text in never):
                 assert watched.points(selector), f"{rule['name']}: {selector}"
         if rule["type"] == "alerting" and not watched.points(rule["query"]):
             silent.add(rule["name"])

@@ -55,6 +55,10 @@ STALLED = {
     timed("samestep_attempt_started_timestamp_seconds"): flat(60, 90),
 }
 TIME = "samestep_time_seconds_total"
+LAST = 'samestep_last_incident_timestamp_seconds{{run="a",kind="{kind}"}}'
+NOT_FINITE = (
+    "Run a has a loss, gradient or weight that is not finite, and goes on with it or has ended."
+)
 
 CASES = [
     Case(
@@ -251,14 +255,50 @@ CASES = [
         about="NaN",
         series={**LIVES, timed("samestep_loss"): "1 1 NaN NaN NaN NaN NaN"},
         at=5,
-        description="The loss of run a is NaN.",
+        description=NOT_FINITE,
     ),
     Case(
         alert="SamestepLossNotFinite",
         about="infinite",
         series={**LIVES, timed("samestep_loss"): "1 1 Inf Inf Inf Inf Inf"},
         at=5,
-        description="The loss of run a is +Inf.",
+        description=NOT_FINITE,
+    ),
+    Case(
+        alert="SamestepLossNotFinite",
+        about="the run has ended with it, and its page is gone",
+        series={
+            timed("samestep_workers_min"): "1 1 0 stale",
+            timed("samestep_loss"): "1 1 1 stale",
+            timed("samestep_failed"): "0 0 1 stale",
+            LAST.format(kind="non_finite"): "_ _ 90 stale",
+        },
+        at=6,
+        description=NOT_FINITE,
+    ),
+    Case(
+        alert="SamestepLossNotFinite",
+        about="such a step was skipped, and the run goes on",
+        series={
+            **LIVES,
+            timed("samestep_loss"): flat(1, 20),
+            timed("samestep_failed"): flat(0, 20),
+            LAST.format(kind="non_finite"): "_ _ 90x18",
+        },
+        at=6,
+    ),
+    Case(
+        alert="SamestepRunFailed",
+        about="it ended, and its page is gone",
+        series={timed("samestep_failed"): "0 0 1 stale"},
+        at=6,
+        description="Run a has ended with a failure.",
+    ),
+    Case(
+        alert="SamestepRunFailed",
+        about="it was done",
+        series={timed("samestep_failed"): "0 0 0 stale"},
+        at=6,
     ),
     Case(
         alert="SamestepLossNotFinite",
@@ -321,7 +361,7 @@ CASES = [
     Case(
         alert="SamestepDivergence",
         about="one",
-        series={'samestep_incidents_total{run="a",kind="divergence"}': "0 0 0 1x20"},
+        series={LAST.format(kind="divergence"): "_ _ _ 170x20"},
         at=6,
         description=(
             "Run a has an incident of kind divergence; nothing of the differing "
@@ -331,23 +371,40 @@ CASES = [
     ),
     Case(
         alert="SamestepDivergence",
+        about="one that the only scrape of the run has seen",
+        series={LAST.format(kind="divergence"): "_ _ 90 stale"},
+        at=8,
+        description=(
+            "Run a has an incident of kind divergence; nothing of the differing "
+            "state was committed."
+        ),
+        labels={"run": "a", "kind": "divergence"},
+    ),
+    Case(
+        alert="SamestepDivergence",
         about="another incident",
-        series={'samestep_incidents_total{run="a",kind="crash"}': "0 0 0 1x20"},
+        series={LAST.format(kind="crash"): "_ _ _ 170x20"},
         at=6,
+    ),
+    Case(
+        alert="SamestepDivergence",
+        about="the run was resumed long after it",
+        series={LAST.format(kind="divergence"): "_x90 10x20"},
+        at=100,
     ),
     Case(
         alert="SamestepIncident",
         about="one",
-        series={'samestep_incidents_total{run="a",kind="crash"}': "0 0 0 1x20"},
+        series={LAST.format(kind="crash"): "_ _ _ 170x20"},
         at=6,
         description="Run a has an incident of kind crash.",
         labels={"run": "a", "kind": "crash"},
     ),
     Case(
         alert="SamestepIncident",
-        about="none",
-        series={'samestep_incidents_total{run="a",kind="crash"}': flat(3, 20)},
-        at=6,
+        about="none for more than an hour",
+        series={LAST.format(kind="crash"): flat(0, 120)},
+        at=70,
     ),
     Case(
         alert="SamestepTargetDown",

@@ -24,8 +24,8 @@ def digest(
 ) -> None:
     """Print the SHA-256 of weights, optimizer state and data position.
 
-    Taken over names, dtypes, shapes and values in a fixed order, after all files were verified.
-    Equal digests mean equal bits.
+    Taken over names, dtypes, shapes and values in a canonical order (docs/checkpoints.md has it),
+    after all files were verified. Equal digests mean equal bits.
     """
     place = find_run_or_checkpoint(path)
     print(f"{digest_of(place.uri)}  {place.uri}")

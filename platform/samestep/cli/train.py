@@ -58,7 +58,8 @@ def train(
     """Train a job, or go on with its run.
 
     Ctrl-C and SIGTERM stop at a step boundary with a checkpoint; a second Ctrl-C stops at once.
-    Exit statuses: 0 done, 1 failed, 2 bad input, 3 stopped as planned, 5 in use by a live run.
+    Exit statuses: 0 done, 1 failed, 2 bad input, 3 stopped as planned, 4 budget used up, 5 in use
+    by a live run.
     """
     overrides = dict(parse_override(text) for text in settings or [])
     if workers is not None:

@@ -22,13 +22,21 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from samestep.engine.batch import Signature, check_batch, check_ranges, signature, to_device
+from samestep.engine.batch import (
+    Signature,
+    check_batch,
+    check_ranges,
+    map_tensors,
+    signature,
+    to_device,
+)
 from samestep.errors import PeerLostError, UserCodeError, WorkloadError
 from samestep.exact.order import Order, ShardPlan
 from samestep.exact.ranges import NONE, StepRanges
@@ -45,6 +53,14 @@ class Fetched:
 
     batch: Any = None
     error: str | None = None
+
+    def pin_memory(self) -> Fetched:
+        """With its tensors in page-locked memory; the DataLoader's thread calls this.
+
+        By itself it pins tensors in lists, tuples and mappings alone, and leaves objects like this
+        one as they are.
+        """
+        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
 
 
 class Fetcher(Dataset[Fetched]):
@@ -130,6 +146,7 @@ class Feed:
         self._workload = workload
         self.expected: Signature | None = None
         self._iterator: Iterator[Fetched] | None = None
+        self._pins = pin_memory and not loader_processes  # else the DataLoader's thread does it
         if loader_processes:
             loader: DataLoader[Any] = DataLoader(
                 self.fetcher,
@@ -173,6 +190,8 @@ class Feed:
     def _checked(self, fetched: Fetched, plan: ShardPlan, device: torch.device) -> Any:
         if fetched.error is not None:
             raise UserCodeError(fetched.error)
+        if self._pins:
+            fetched = fetched.pin_memory()
         if self.expected is None:
             self.expected = signature(fetched.batch)
         where = f"step {plan.step}, shard {plan.shard}"

@@ -73,7 +73,9 @@ def _missing_bytes(optimizer: Optimizer) -> int:
     total = 0
     for group in optimizer.param_groups:
         num_moments = 2 + bool(group.get("amsgrad"))
-        if "betas" not in group and "momentum" in group:
+        if "centered" in group:  # RMSprop, whose `momentum` comes beside its average of squares
+            num_moments = 1 + bool(group["centered"]) + bool(group["momentum"])
+        elif "betas" not in group and "momentum" in group:
             num_moments = int(group["momentum"] != 0)
         sizes = (p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
         total += num_moments * sum(sizes)

@@ -330,13 +330,16 @@ class Outlets:
     def drain(self, timeout_s: float, failing_timeout_s: float) -> list[str]:
         """Waits until everything is delivered; the names of the sinks that lack something."""
         end = time.monotonic() + timeout_s
-        return [
+        lacking = [
             outlet.sink.name
             for outlet in self._outlets
             if not outlet.drain(
                 max(0.0, end - time.monotonic()), failing_timeout_s=failing_timeout_s
             )
         ]
+        for outlet in self._outlets:
+            outlet.sink.wait_until_seen()
+        return lacking
 
     def close(self, timeout_s: float) -> None:
         """Ends all threads; the outlets can't be used any more."""

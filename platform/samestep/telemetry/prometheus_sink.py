@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
@@ -41,6 +42,11 @@ POLL_S: Final = 0.25
 PROBE_TIMEOUT_S: Final = 1.0
 PUSH_TIMEOUT_S: Final = 5.0
 PATH: Final = "/metrics"
+SCRAPE_S: Final = 15.0
+"""Between two scrapes, as long as no two of them have told."""
+MAX_SCRAPE_S: Final = 60.0
+LATE_S: Final = 5.0
+"""How long a scrape that is due is waited for."""
 GATEWAY_ERRORS: Final = (OSError, ValueError, HTTPException)
 
 logger = logging.getLogger(__name__)
@@ -73,6 +79,10 @@ class PrometheusSink:
         self._gateway = gateway
         self._tracking = tracking
         self._ready = self._gateway_cleared = False
+        self._scraped = threading.Condition()
+        self._scraped_at: float | None = None
+        self._scrape_s = SCRAPE_S
+        self._num_seen = 0
 
     def started(self, info: RunInfo) -> Position:
         """Opens the page, so that a taken port is told before anything runs.
@@ -91,6 +101,7 @@ class PrometheusSink:
             if not self._ready:
                 start_response("503 Service Unavailable", [("Retry-After", "5")])
                 return [b"the counters are being added up from the ledger\n"]
+            self._note_scrape()
             return app(environ, start_response)
 
         self._server = self._listen(answer)
@@ -144,6 +155,32 @@ class PrometheusSink:
     def explain(self, error: BaseException) -> str:
         """What becomes of the page."""
         return f"the metrics at {self.url} stand still ({error}); training goes on"
+
+    def wait_until_seen(self) -> bool:
+        """Where an incident has happened since the last scrape, waits for the next one.
+
+        Else the page of a run that ends with it would be gone before Prometheus could see it, and
+        no alert could fire. A page that nobody has ever fetched is not waited for.
+        """
+        with self._page.lock:
+            num_incidents = self._page.totals.num_incidents
+        with self._scraped:
+            if self._scraped_at is None:
+                return False
+            return self._scraped.wait_for(
+                lambda: self._num_seen >= num_incidents,
+                max(0.0, self._scraped_at + self._scrape_s + LATE_S - time.monotonic()),
+            )
+
+    def _note_scrape(self) -> None:
+        with self._page.lock:
+            num_incidents = self._page.totals.num_incidents
+        now = time.monotonic()
+        with self._scraped:
+            if self._scraped_at is not None:
+                self._scrape_s = min(now - self._scraped_at, MAX_SCRAPE_S)
+            self._scraped_at, self._num_seen = now, num_incidents
+            self._scraped.notify_all()
 
     def close(self) -> None:
         """Hands the last values to the Pushgateway, where there is one, and ends the server."""

@@ -92,5 +92,12 @@ class Sink(Protocol):
     def explain(self, error: BaseException) -> str:
         """A sentence for people: what failed, and what becomes of what waits."""
 
+    def wait_until_seen(self) -> bool:
+        """Waits, once all is delivered, for whoever fetches it by himself; bounded.
+
+        Returns:
+            Whether it is known that nothing which somebody must see was missed.
+        """
+
     def close(self) -> None:
         """Ends, in the sink's thread, after the last `take`."""

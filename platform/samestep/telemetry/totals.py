@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from samestep.incidents.bundle import StateSource
 from samestep.metric_names import HISTOGRAMS, STEP_SECONDS_BUCKETS, Metric, Metrics
-from samestep.names import Activity, Event, IncidentKind, RestartCause, TimePart
+from samestep.names import Activity, Event, IncidentKind, RestartCause, RunState, TimePart
 from samestep.telemetry.accounting import NOTICED_LATE, TIMING, Accounting
 from samestep.telemetry.budget import Spending
 from samestep.telemetry.records import INHERITED, EventRecord, StepRecord
@@ -76,11 +76,17 @@ class Totals:
             self.values[metric, ()] = 0.0
         for kind in IncidentKind:
             self.values[Metrics.INCIDENTS, (str(kind),)] = 0.0
+        self._show(Metrics.FAILED, 0)
         for cause in RESTART_CAUSES:
             self.values[Metrics.RESTARTS, (cause,)] = 0.0
         for source in STATE_SOURCES:
             self.values[Metrics.RESTORES, (source,)] = 0.0
         self._show_time()
+
+    @property
+    def num_incidents(self) -> int:
+        """Of all kinds."""
+        return int(sum(self.values[Metrics.INCIDENTS, (str(kind),)] for kind in IncidentKind))
 
     @property
     def present_attempt(self) -> int:
@@ -170,12 +176,14 @@ class Totals:
             case Event.INCIDENT:
                 self._last_incident = str(fields.get("kind", ""))
                 self._count(Metrics.INCIDENTS, 1, self._last_incident)
+                self._show(Metrics.LAST_INCIDENT, record.time, self._last_incident)
             case Event.RECOVERED:
                 self._add_recovery(fields)
             case Event.ROLLED_BACK:
                 self.num_steps = min(self.num_steps, record.step)
             case Event.FINISHED:
                 self.finished = True
+                self._show(Metrics.FAILED, fields.get("status") == RunState.FAILED)
                 timing = fields.get(TIMING)
                 if isinstance(timing, Mapping):
                     self._add_last_checkpoint(seconds_of(timing)[Activity.CHECKPOINT])
@@ -201,6 +209,7 @@ class Totals:
         start_step = int(fields.get("start_step", record.step))
         self._started = start_step, int(fields.get("known_steps", start_step))
         self._ended, self.finished, self._last_incident = None, False, None
+        self._show(Metrics.FAILED, 0)
         for seconds in self.accounting.recoveries[self._num_recoveries :]:
             self.distributions[Metrics.RECOVERY_SECONDS].add(seconds)
         self._num_recoveries = len(self.accounting.recoveries)

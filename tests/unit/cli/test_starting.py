@@ -288,6 +288,12 @@ def test_logs_shows_workers_by_name_and_one_alone_plainly(
         assert message in refused.stderr
 
 
+def test_help_of_train_tells_every_exit_status_it_ends_with(samestep: Command) -> None:
+    text = " ".join(samestep("train", "--help").stdout.split())
+    for told in ("0 done", "1 failed", "2 bad input", "3 stopped", "4 budget used up", "5 in use"):
+        assert told in text
+
+
 @pytest.mark.parametrize("command", ["init", "evaluate", "runs", "logs", "rm"])
 def test_help_tells_what_a_command_does(samestep: Command, command: str) -> None:
     assert samestep(command, "--help").exit_code == 0

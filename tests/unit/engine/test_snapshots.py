@@ -14,7 +14,7 @@ import pytest
 from attempts import Train, started
 from pool import spec_of
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, RMSprop
 
 from samestep import StorageError, parse_spec
 from samestep.checkpoint import shared_memory, snapshot
@@ -100,6 +100,8 @@ def parts_of(optimizer: str = "sgd") -> Parts:
         "sgd": lambda: SGD(model.parameters(), lr=0.1),
         "momentum": lambda: SGD(model.parameters(), lr=0.1, momentum=0.9),
         "adamw": lambda: AdamW(model.parameters()),
+        "rmsprop": lambda: RMSprop(model.parameters()),
+        "rmsprop, all": lambda: RMSprop(model.parameters(), momentum=0.9, centered=True),
     }
     return Parts(model=model, optimizer=made[optimizer]())
 
@@ -237,7 +239,10 @@ def test_there_are_never_more_than_three_images_and_always_a_whole_one_over_two_
 
 @pytest.mark.parametrize(
     ("optimizer", "copies", "needed"),
-    [("sgd", 1, "0.4"), ("momentum", 1, "0.8"), ("adamw", 1, "1.2"), ("adamw", 3, "3.6")],
+    [
+        *(("sgd", 1, "0.4"), ("momentum", 1, "0.8"), ("adamw", 1, "1.2"), ("adamw", 3, "3.6")),
+        *(("rmsprop", 1, "0.8"), ("rmsprop", 3, "2.4"), ("rmsprop, all", 1, "1.6")),
+    ],
 )
 def test_too_little_shared_memory_is_refused_with_the_size_needed(
     monkeypatch: pytest.MonkeyPatch, optimizer: str, copies: int, needed: str

@@ -67,6 +67,10 @@ class Fake:
     def explain(self, error: BaseException) -> str:
         return f"fake fails: {error}"
 
+    def wait_until_seen(self) -> bool:
+        self.seen_after = len(self.steps)
+        return True
+
     def close(self) -> None:
         self.closed.set()
 
