@@ -60,7 +60,7 @@ NEED_NO_RAY = tuple(
 )
 # These have clusters of their own; the other process has time for them.
 OTHER_CLUSTERS = tuple(
-    f"tests/integration/test_{name}.py" for name in ("several_nodes", "submitted_job")
+    f"tests/integration/test_{name}.py" for name in ("lost_head", "several_nodes", "submitted_job")
 )
 
 
