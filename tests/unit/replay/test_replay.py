@@ -250,7 +250,8 @@ def test_bisect_finds_step_shard_and_tensor(replayed: dict[str, Result]) -> None
     assert lines[0].startswith("first difference at step 6: shard_losses[1]: ")
     assert lines[1] == "first shard whose loss differs: 1"
     assert any(
-        line.startswith("first tensor that differs: the loss (forward, shard 1)") for line in lines
+        line.startswith("first tensor that differs: the loss (step 6, forward, shard 1)")
+        for line in lines
     )
     assert "run a taken again gives what its ledger says" in lines
     assert "run b taken again gives what its ledger says" in lines
@@ -264,7 +265,8 @@ def test_bisect_finds_the_update_that_differed_before_a_value_did(
     assert found.status == 11
     told = "the values of step 1 are the same, but not what its update made of them"
     assert told in found.out.splitlines()
-    assert "first tensor that differs: model/first.weight (state after the step): " in found.out
+    tensor = "first tensor that differs: model/first.weight (step 1, state after the step): "
+    assert tensor in found.out
 
 
 def test_bisect_of_a_run_with_itself_finds_nothing(replayed: dict[str, Result]) -> None:
