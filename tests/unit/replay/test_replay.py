@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,13 +216,52 @@ def test_a_missing_workload_can_not_be_replayed_and_is_named(
     assert f"--code; the run found it in {runs.folder}" in found.err
 
 
+def what_if(found: Result) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The one step as it was, and changed."""
+    assert found.status == 0, found.out + found.err
+    [was], [changed] = (found.data["what_if"][side] for side in ("as_it_was", "changed"))
+    return was, changed
+
+
+def rate_of(effect: dict[str, Any]) -> float:
+    [rate] = effect["record"]["lr"]
+    return float(rate["v"])
+
+
+def norm_of(effect: dict[str, Any]) -> float:
+    return float(effect["record"]["grad_norm"]["v"])
+
+
 def test_what_if_shows_the_step_under_both_jobs(replayed: dict[str, Result]) -> None:
-    [was], [changed] = (replayed["what if"].data["what_if"][k] for k in ("as_it_was", "changed"))
+    was, changed = what_if(replayed["what if"])
     assert was["record"]["lr"] != changed["record"]["lr"]
-    assert [entry["v"] for entry in changed["record"]["lr"]] == [0.05]
+    assert rate_of(changed) == 0.05
     told = replayed["what if optimizer"].out
     rates = [line.split() for line in told.splitlines() if "learning rate" in line]
     assert rates == [["step", "7:", "learning", "rate", "0.0125", "1"]]
+
+
+def test_what_if_with_twice_the_rate_makes_twice_the_update_of_the_same_loss(
+    replayed: dict[str, Result],
+) -> None:
+    was, changed = what_if(replayed["what if twice"])
+    # The schedule has halved both by then.
+    assert (rate_of(was), rate_of(changed)) == (0.025, 0.05)
+    for name in ("loss", "shard_losses", "grad_norm"):
+        assert was["record"][name] == changed["record"][name]
+    assert was["update_norm"] == pytest.approx(0.025 * norm_of(was), rel=1e-4)
+    assert changed["update_norm"] == pytest.approx(2 * was["update_norm"], rel=1e-4)
+
+
+def test_what_if_clipped_makes_an_update_of_the_rate_times_the_norm_that_is_left(
+    replayed: dict[str, Result],
+) -> None:
+    was, changed = what_if(replayed["what if clipped"])
+    assert norm_of(was) > 1.5
+    for name in ("loss", "shard_losses", "grad_norm", "lr"):  # the norm is that before clipping
+        assert was["record"][name] == changed["record"][name]
+    assert was["update_norm"] == pytest.approx(rate_of(was) * norm_of(was), rel=1e-4)
+    assert changed["update_norm"] == pytest.approx(rate_of(was) * 1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize(
