@@ -38,7 +38,8 @@ def bisect(
     """Find the first step, shard and tensor in which two runs differ.
 
     Both are taken again, in this process, from their nearest checkpoints to the first step whose
-    records differ. Exit statuses: 0 the runs are identical, 11 they differ, 2 nothing to compare.
+    records differ, and from older ones where these differ already. Exit statuses: 0 the runs are
+    identical, 11 they differ, 2 nothing to compare.
     """
     places = find_run(run_a), find_run(run_b)
     spec = read_spec(places[0])

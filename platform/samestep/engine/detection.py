@@ -149,7 +149,7 @@ class Detection:
         ]
         if told and told[0] is not None:
             keep(told[0], grad_norm, _strongest(policies) == CONTINUE and not overflow)
-        action = self._act(found, policies, step)
+        action = self._act(found, policies, step, ends=f"ends before the update of step {step}")
         self._detectors.take(loss=loss, grad_norm=norm, overflow=overflow)
         self._num_skips += int(action == SKIP)
         return action == SKIP
@@ -187,7 +187,8 @@ class Detection:
         if told is not None:
             keep(told)
         if policy != SKIP:
-            self._act([finding], [policy], step)
+            ends = f"ends here: the update of step {step} was applied"
+            self._act([finding], [policy], step, ends=ends)
 
     def _tell(self, finding: Finding, step: int, policy: Policy) -> Incident | None:
         """The incident as it is recorded; None where another worker tells it."""
@@ -205,8 +206,15 @@ class Detection:
         told = self._target.call("record_incident", self._attempt, incident.to_json())
         return replace(incident, id=str(told))
 
-    def _act(self, found: list[Finding], policies: list[Policy], step: int) -> Policy:
-        """Does what the strongest of the policies says; `skip` and `continue` are returned."""
+    def _act(self, found: list[Finding], policies: list[Policy], step: int, *, ends: str) -> Policy:
+        """Does what the strongest of the policies says; `skip` and `continue` are returned.
+
+        Args:
+            found: what was found in the step.
+            policies: for each.
+            step: its number.
+            ends: what a run that stops here does.
+        """
         action = _strongest(policies)
         if action == CONTINUE:
             return action
@@ -216,7 +224,7 @@ class Detection:
         to = max(0, step - settings.rollback_steps)
         why = ""
         if action == STOP:
-            why = f"incidents.{kind} is stop, so the run ends before the update of step {step}"
+            why = f"incidents.{kind} is stop, so the run {ends}"
         elif action == SKIP and self._num_skips >= settings.max_skips:
             why = (
                 f"{self._num_skips} steps were left out already, and incidents.max_skips is "

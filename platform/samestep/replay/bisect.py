@@ -2,60 +2,26 @@
 
 The ledgers tell the step and, by each shard's loss, the shard. For the tensor both runs are taken
 again up to that step: from the states before it through forward, gradients and update, in the order
-in which a step computes them, compared bit for bit.
+in which a step computes them, compared bit for bit. Where the states before it differ already, the
+step that made them so is looked for first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
 
 from samestep.checkpoint.storage import Storage
-from samestep.engine.step import Reduced
-from samestep.errors import CannotReplayError, InputError, SamestepError
-from samestep.exact import numerics
-from samestep.exact.digest import canonical_float_hex, live_digest
+from samestep.errors import CannotReplayError, InputError
+from samestep.exact.digest import canonical_float_hex
 from samestep.replay.bench import Place
+from samestep.replay.bisect_parting import Cause, Parting, Stray, find_parting
+from samestep.replay.bisect_side import Apart, Side, Stage, first_apart, side_at
 from samestep.replay.compare import Comparison, Verdict, compare_runs
-from samestep.replay.raised import Raised
-from samestep.replay.run_source import RunSource
-from samestep.replay.source import Source
-from samestep.replay.taking import Taker
-from samestep.replay.trace import Kind, Seen, Stats, trace_shard
 from samestep.telemetry.ledger import steps
 from samestep.telemetry.records import StepRecord, same_values
 
-
-class Stage(StrEnum):
-    """Parts of a step, in the order in which they are compared."""
-
-    STATE = "state before the step"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REDUCED = "reduced gradient"
-    UPDATED = "state after the step"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Apart:
-    """The first tensor that differs between the two runs taken again.
-
-    Attributes:
-        stage: of the step.
-        shard: that it belongs to; -1 where it belongs to none.
-        name: what it is.
-        in_a: its values in run a, None where it has none of that name; in_b likewise.
-    """
-
-    stage: Stage
-    shard: int
-    name: str
-    in_a: Stats | None
-    in_b: Stats | None
+Ledgers = tuple[Mapping[int, StepRecord], Mapping[int, StepRecord]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +80,16 @@ def bisect_runs(a: Storage, b: Storage, *, places: tuple[Place, Place]) -> Bisec
     if comparison.spec:
         notes.append("the jobs differ in what decides bits, so the runs need not be equal")
     try:
-        sides = _both((a, b), step, places)
-        reproduced = (_reproduced(sides[0]), _reproduced(sides[1]))
-        apart = _first_apart(*sides)
-        earlier = _step_that_changed_it(*sides)
-        if earlier is not None:
-            notes.append(
-                f"the values of step {earlier} are the same, but not what its update made of them"
-            )
-            apart = _first_apart(*_both((a, b), earlier, places))
-        notes += _conclusions(apart, reproduced)
+        sides = _both((a, b), places, step)
+        reproduced = (sides[0].is_reproduced, sides[1].is_reproduced)
+        apart = first_apart(*sides)
+        parting = find_parting((a, b), places, (sides[0].walk, sides[1].walk), step=step)
+        if parting.step != step:
+            apart = first_apart(*_both((a, b), places, parting.step))
+        notes += _conclusions(parting, apart, reproduced, ledgers)
     except (CannotReplayError, InputError) as error:
-        notes.append(f"the tensor is not known: {error}")
+        what = "the tensor" if apart is None else "what made it differ"
+        notes.append(f"{what} is not known: {error}")
     return Bisected(
         comparison=comparison,
         step=step,
@@ -171,140 +135,50 @@ def _bits(value: float | None) -> str:
     return "absent" if value is None else canonical_float_hex(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Side:
-    """One run's step taken again.
-
-    Attributes:
-        states: digests of the state by the steps taken before it, from where it was taken again.
-        tensors: every tensor by (stage, shard, name), in order; its digest and values.
-        record: what the step came to; None where it raised.
-        recorded: what the ledger says.
-    """
-
-    states: Mapping[int, str]
-    tensors: Mapping[tuple[Stage, int, str], tuple[str, Stats]]
-    record: StepRecord | None
-    recorded: StepRecord | None
-
-
 def _both(
-    runs: tuple[Storage, Storage], step: int, places: tuple[Place, Place]
-) -> tuple[_Side, _Side]:
-    return _side(runs[0], step, places[0]), _side(runs[1], step, places[1])
+    runs: tuple[Storage, Storage], places: tuple[Place, Place], step: int
+) -> tuple[Side, Side]:
+    return side_at(runs[0], places[0], step=step), side_at(runs[1], places[1], step=step)
 
 
-def _side(run: Storage, step: int, place: Place) -> _Side:
-    source = RunSource(run, step=step)
-    with numerics.GlobalsKept(), _taker(source, place) as taker:
-        states = {taker.step: live_digest(taker.state().tensors)}
-        while taker.step < step:
-            taker.settle(taker.take().values, with_hooks=False)
-            states[taker.step] = live_digest(taker.state().tensors)
-        taker.begin_step()
-        found: dict[tuple[Stage, int, str], tuple[str, Stats]] = {}
-        _note(found, Stage.STATE, taker.state().tensors)
-        for plan in taker.plans(step):
-            if plan.ids:
-                for seen in trace_shard(taker, plan).seen:
-                    key = _stage_of(seen), plan.shard, str(seen)
-                    found[key] = seen.digest, seen.stats
-        record = _taken(taker, found)
-    recorded = source.records().get(step)
-    return _Side(states=states, tensors=found, record=record, recorded=recorded)
-
-
-def _step_that_changed_it(a: _Side, b: _Side) -> int | None:
-    """The step after which the states first differ, where they agreed before it."""
-    common = sorted(a.states.keys() & b.states.keys())
-    for before, after in pairwise(common):
-        if a.states[before] == b.states[before] and a.states[after] != b.states[after]:
-            return before
-    return None
-
-
-@contextmanager
-def _taker(source: Source, place: Place) -> Iterator[Taker]:
-    taker = Taker(source, spec=source.spec, place=place, last_step=source.step)
-    try:
-        yield taker
-    finally:
-        taker.close()
-
-
-def _taken(
-    taker: Taker, found: dict[tuple[Stage, int, str], tuple[str, Stats]]
-) -> StepRecord | None:
-    named = dict(taker.parts.model.named_parameters())
-
-    def note(reduced: Reduced) -> None:
-        having = {id(parameter) for parameter in reduced.parameters}
-        gradients = {n: p.grad for n, p in named.items() if id(p) in having and p.grad is not None}
-        _note(found, Stage.REDUCED, gradients)
-
-    try:
-        taken = taker.take(on_reduced=note)
-    except CannotReplayError:
-        raise
-    except SamestepError as error:
-        raise CannotReplayError(f"step {taker.step} raised {Raised.of(error)}") from error
-    _note(found, Stage.UPDATED, taker.state().tensors)
-    return taken.record
-
-
-def _note(
-    found: dict[tuple[Stage, int, str], tuple[str, Stats]],
-    stage: Stage,
-    tensors: Mapping[str, Any],
-) -> None:
-    for name, tensor in tensors.items():
-        found[stage, -1, name] = live_digest({"": tensor.detach()}), Stats.of(tensor)
-
-
-def _stage_of(seen: Seen) -> Stage:
-    is_forward = seen.kind in (Kind.INPUT, Kind.OUTPUT, Kind.LOSS)
-    return Stage.FORWARD if is_forward else Stage.BACKWARD
-
-
-def _first_apart(a: _Side, b: _Side) -> Apart | None:
-    order = list(Stage)
-    keys = [*a.tensors, *(key for key in b.tensors if key not in a.tensors)]
-    place = {key: number for number, key in enumerate(keys)}
-    # The forward passes of all shards before any backward: what a shard's gradient hangs on.
-    for key in sorted(keys, key=lambda key: (order.index(key[0]), place[key])):
-        left, right = a.tensors.get(key), b.tensors.get(key)
-        if left is not None and right is not None and left[0] == right[0]:
-            continue
-        stage, shard, name = key
-        return Apart(
-            stage=stage,
-            shard=shard,
-            name=name,
-            in_a=None if left is None else left[1],
-            in_b=None if right is None else right[1],
-        )
-    return None
-
-
-def _reproduced(side: _Side) -> bool | None:
-    if side.record is None or side.recorded is None:
-        return None
-    recorded = replace(side.recorded, state_digest=None)
-    return not same_values(recorded, side.record)
-
-
-def _conclusions(apart: Apart | None, reproduced: tuple[bool | None, bool | None]) -> Iterator[str]:
-    if apart is None:
-        odd = [name for name, same in zip("ab", reproduced, strict=True) if same is False]
-        if odd:
-            yield (
-                f"taken again here both give the same, which is not what run {' and '.join(odd)} "
-                "recorded: that run was computed differently then (another machine, other code, "
-                "or a fault of the hardware)"
-            )
-        return
-    if apart.stage is Stage.STATE:
+def _conclusions(
+    parting: Parting,
+    apart: Apart | None,
+    reproduced: tuple[bool | None, bool | None],
+    ledgers: Ledgers,
+) -> Iterator[str]:
+    if parting.cause is Cause.START:
+        yield "the states with which the two began differ already; give both the same start"
+    elif parting.cause is not Cause.CHECKPOINT and apart is not None and apart.stage is Stage.STATE:
+        yield f"both come to step {apart.step} with the same state: its before_step parts them"
+    elif parting.cause is Cause.UPDATE:
         yield (
-            "the states from which the two are taken again differ already: the runs began with "
-            "others, or their checkpoints are of others; give both the same start"
+            f"the values of step {parting.step} are the same, but not what its update made of them"
         )
+    for stray in parting.strays:
+        yield _told(stray, ledgers)
+    if apart is not None:
+        return
+    odd = [name for name, same in zip("ab", reproduced, strict=True) if same is False]
+    if odd:
+        yield (
+            f"taken again here both give the same, which is not what run {' and '.join(odd)} "
+            "recorded: that run was computed differently then (another machine, other code, "
+            "or a fault of the hardware)"
+        )
+
+
+def _told(stray: Stray, ledgers: Ledgers) -> str:
+    """The run that was computed differently then, and in which of its steps that was."""
+    first, last = stray.start, stray.checkpoint - 1
+    for step in range(first, last):
+        # Up to here the ledgers are equal: where they have a digest, the states were.
+        if all(step in each and each[step].state_digest is not None for each in ledgers):
+            first = step + 1
+    which = f"step {last}" if first == last else f"one of the steps {first} to {last}"
+    start = f"its state after {stray.start} steps" if stray.start else "its start"
+    return (
+        f"run {stray.run}, taken again here from {start}, does not come to its own checkpoint "
+        f"after {stray.checkpoint} steps: it was computed differently then (another machine, other "
+        f"code, or a fault of the hardware), in {which} or when that checkpoint was written"
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from samestep.replay.bisect import Apart, Bisected
+from samestep.replay.bisect import Bisected
+from samestep.replay.bisect_side import Apart
 from samestep.replay.trace import Stats
 
 
@@ -36,7 +37,7 @@ def describe_apart(apart: Apart) -> str:
     """The tensor with its values in both runs."""
     of_shard = f", shard {apart.shard}" if apart.shard >= 0 else ""
     return (
-        f"{apart.name} ({apart.stage}{of_shard}): {_told(apart.in_a)} in a, "
+        f"{apart.name} (step {apart.step}, {apart.stage}{of_shard}): {_told(apart.in_a)} in a, "
         f"{_told(apart.in_b)} in b"
     )
 

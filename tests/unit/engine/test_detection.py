@@ -19,7 +19,7 @@ NUM_STEPS = 10
 
 
 def spec(policy: str = "stop", **fields: Any) -> dict[str, Any]:
-    args = {key: fields.pop(key) for key in ("poison", "bursts_at") if key in fields}
+    args = {key: fields.pop(key) for key in ("poison", "bursts_at", "idle") if key in fields}
     incidents = {"non_finite": policy, **fields.pop("incidents", {})}
     rest = {"max_steps": NUM_STEPS, "checkpoint": {"keep": 100, "every_steps": 1}, **fields}
     return spec_of("poisoned:Poisoned", args=args, incidents=incidents, **rest)
@@ -121,3 +121,32 @@ def test_a_weight_that_is_not_finite_is_named(train: Train) -> None:
     assert incident.message == "after step 4: not finite: 3.bias"
     assert incident.seen["weights"] == ["3.bias"]
     assert len(run.steps()) == 5
+    assert run.verdict["kind"] == "IncidentError:1"
+    assert run.verdict["message"] == (
+        f"{incident.message}: incidents.non_finite is stop, so the run ends here: the update of "
+        "step 4 was applied"
+    )
+    assert not any(record.skipped for record in run.steps())
+
+
+def test_skip_lets_weights_that_are_not_finite_pass_as_continue_does(train: Train) -> None:
+    # A weight without effect: nothing else is ever found. What is skipped would end the run.
+    fields = {"bursts_at": 4, "idle": True, "poison": 1.0}
+    incidents = {"weights_every": 5, "max_skips": 0}
+    digests = set()
+    for policy in ("skip", "continue"):
+        job = spec(policy, **fields, incidents=incidents)
+        for number, place in enumerate(PLACES[:2]):
+            run = train(job, f"{policy}-{number}", **place)
+            digests.add(run.digest)
+            found = list_incidents(run.storage)
+            assert [incident.step for incident in found] == [4, 9]  # as often as it is looked for
+            assert {incident.message for incident in found} == {
+                f"after step {step}: not finite: idle" for step in (4, 9)
+            }
+            assert {incident.seen["policy"] for incident in found} == {policy}
+            assert len(run.steps()) == NUM_STEPS
+            assert not any(record.skipped for record in run.steps())
+            assert not is_finite(last_state(run))
+    # The state counts what was skipped: nothing was, under either.
+    assert len(digests) == 1

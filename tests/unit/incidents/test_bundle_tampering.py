@@ -17,18 +17,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from kept_shapes import EXECUTED
+from sealing import STATE_MANIFEST, files_in, reseal, sealed
 
-from samestep.checkpoint import manifest as checkpoint_manifest
-from samestep.checkpoint.manifest import FileEntry
 from samestep.checkpoint.storage import Storage
 from samestep.errors import BundleError, SamestepError
-from samestep.incidents import bundle as bundle_format
 from samestep.replay.bundle_source import BundleSource
 
 few = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-STATE_MANIFEST = "state/manifest.json"
 ODD: list[Any] = [
     *(None, True, -1, 0, 2**70, 1.5, 1e308, "", "x", "../x", "/etc/passwd", [], {}, [[]], ["x"]),
     *([-1], [2**80], {"x": 1}, {"num_bytes": -1, "sha256": "0" * 64}),
@@ -55,10 +52,6 @@ def copied(folder: Storage) -> Iterator[Path]:
         yield copy
 
 
-def files_in(folder: Path) -> list[str]:
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-
-
 def refused_or_harmless(folder: Path) -> None:
     """No other exception than ours; no class made, no module loaded."""
     EXECUTED.clear()
@@ -76,36 +69,6 @@ def must_be_refused(folder: Path) -> None:
         read_all(Storage.at(str(folder)))
     assert EXECUTED == []
     assert set(sys.modules) == loaded
-
-
-def sealed(body: dict[str, Any]) -> bytes:
-    """As its writer would have sealed it."""
-    body.pop("sha256", None)
-    return json.dumps({**body, "sha256": bundle_format._hash(body)}).encode()
-
-
-def reseal(folder: Path) -> None:
-    """Makes all sizes and hashes fit what is there, the state's own included."""
-    state = folder / STATE_MANIFEST
-    if state.exists():
-        try:
-            body = json.loads(state.read_bytes())
-            body.pop("sha256", None)
-            for name in body["files"]:
-                data = (folder / "state" / name).read_bytes()
-                body["files"][name] = vars(FileEntry.of(data))
-            body["sha256"] = checkpoint_manifest._hash(body)
-            state.write_text(json.dumps(body))
-        except (ValueError, TypeError, KeyError, AttributeError, OSError):
-            pass  # it is no manifest any more
-    body = json.loads((folder / "bundle.json").read_bytes())
-    body["files"] = {
-        name: vars(FileEntry.of((folder / name).read_bytes()))
-        for name in files_in(folder)
-        if name != "bundle.json"
-    }
-    body["num_bytes"] = sum(entry["num_bytes"] for entry in body["files"].values())
-    (folder / "bundle.json").write_bytes(sealed(body))
 
 
 def test_an_untouched_copy_is_read(whole_bundle: Storage) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-# Test modules share the module beside this one.
+# Test modules share the modules beside this one, and what changes bundles.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "incidents"))
 
 from planted_runs import BAD, ENDED, HERE, JOB, PAGE, TOKEN, Result, Runs, fresh
 
@@ -50,6 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         },
         "calm": {},
         "light": {"args.momentum": 0.5, "max_steps": 4},
+        "plain": {"args.momentum": 0.0, "max_steps": 5},
         "tilts": {"args.tilts": BAD},
         "many": {"args.many": True},
     }
@@ -61,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ended = {name: result.status for name, result in zip(jobs, results, strict=True)}
     assert ended == {
         **dict.fromkeys(("poisoned", "large", "raises", "explodes", "loud", "secret", "tells"), 1),
-        **dict.fromkeys(("skips", "back", "calm", "light", "tilts", "many"), 0),
+        **dict.fromkeys(("skips", "back", "calm", "light", "plain", "tilts", "many"), 0),
     }, results
     return Runs(folder=folder)
 
@@ -126,6 +128,8 @@ def replayed(runs: Runs, elsewhere: Path) -> dict[str, Result]:
         ),
         "what if": of("explodes", ids["explodes"], "--what-if", "args.lr=0.05", "--json", *code),
         "what if optimizer": of("calm", "--at", "7", "--what-if", "optimizer.lr=1.0", *code),
+        "what if twice": of("plain", "--at", "4", "--what-if", "args.lr=0.1", "--json", *code),
+        "what if clipped": of("plain", "--at", "4", "--what-if", "clip_norm=1", "--json", *code),
         "cut": of("calm", "--at", "7", "--what-if", "shards=4", *code),
         "behind": of("calm", "--at", "2", "--from", "4", *code),
         "beyond": of("calm", "--at", "9", *code),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,13 +216,52 @@ def test_a_missing_workload_can_not_be_replayed_and_is_named(
     assert f"--code; the run found it in {runs.folder}" in found.err
 
 
+def what_if(found: Result) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The one step as it was, and changed."""
+    assert found.status == 0, found.out + found.err
+    [was], [changed] = (found.data["what_if"][side] for side in ("as_it_was", "changed"))
+    return was, changed
+
+
+def rate_of(effect: dict[str, Any]) -> float:
+    [rate] = effect["record"]["lr"]
+    return float(rate["v"])
+
+
+def norm_of(effect: dict[str, Any]) -> float:
+    return float(effect["record"]["grad_norm"]["v"])
+
+
 def test_what_if_shows_the_step_under_both_jobs(replayed: dict[str, Result]) -> None:
-    [was], [changed] = (replayed["what if"].data["what_if"][k] for k in ("as_it_was", "changed"))
+    was, changed = what_if(replayed["what if"])
     assert was["record"]["lr"] != changed["record"]["lr"]
-    assert [entry["v"] for entry in changed["record"]["lr"]] == [0.05]
+    assert rate_of(changed) == 0.05
     told = replayed["what if optimizer"].out
     rates = [line.split() for line in told.splitlines() if "learning rate" in line]
     assert rates == [["step", "7:", "learning", "rate", "0.0125", "1"]]
+
+
+def test_what_if_with_twice_the_rate_makes_twice_the_update_of_the_same_loss(
+    replayed: dict[str, Result],
+) -> None:
+    was, changed = what_if(replayed["what if twice"])
+    # The schedule has halved both by then.
+    assert (rate_of(was), rate_of(changed)) == (0.025, 0.05)
+    for name in ("loss", "shard_losses", "grad_norm"):
+        assert was["record"][name] == changed["record"][name]
+    assert was["update_norm"] == pytest.approx(0.025 * norm_of(was), rel=1e-4)
+    assert changed["update_norm"] == pytest.approx(2 * was["update_norm"], rel=1e-4)
+
+
+def test_what_if_clipped_makes_an_update_of_the_rate_times_the_norm_that_is_left(
+    replayed: dict[str, Result],
+) -> None:
+    was, changed = what_if(replayed["what if clipped"])
+    assert norm_of(was) > 1.5
+    for name in ("loss", "shard_losses", "grad_norm", "lr"):  # the norm is that before clipping
+        assert was["record"][name] == changed["record"][name]
+    assert was["update_norm"] == pytest.approx(rate_of(was) * norm_of(was), rel=1e-4)
+    assert changed["update_norm"] == pytest.approx(rate_of(was) * 1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +290,8 @@ def test_bisect_finds_step_shard_and_tensor(replayed: dict[str, Result]) -> None
     assert lines[0].startswith("first difference at step 6: shard_losses[1]: ")
     assert lines[1] == "first shard whose loss differs: 1"
     assert any(
-        line.startswith("first tensor that differs: the loss (forward, shard 1)") for line in lines
+        line.startswith("first tensor that differs: the loss (step 6, forward, shard 1)")
+        for line in lines
     )
     assert "run a taken again gives what its ledger says" in lines
     assert "run b taken again gives what its ledger says" in lines
@@ -264,7 +305,8 @@ def test_bisect_finds_the_update_that_differed_before_a_value_did(
     assert found.status == 11
     told = "the values of step 1 are the same, but not what its update made of them"
     assert told in found.out.splitlines()
-    assert "first tensor that differs: model/first.weight (state after the step): " in found.out
+    tensor = "first tensor that differs: model/first.weight (step 1, state after the step): "
+    assert tensor in found.out
 
 
 def test_bisect_of_a_run_with_itself_finds_nothing(replayed: dict[str, Result]) -> None:

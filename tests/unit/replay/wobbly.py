@@ -46,7 +46,11 @@ class Points(Dataset[Item]):
 
 
 class Wobbly(Workload):
-    """Args name the sample (or the learning rate) that brings it."""
+    """Args name the sample (or the learning rate) that brings it.
+
+    Or the step: what `before_step` does at `moved_at`, and the optimizer at `nudged_at`. With
+    `idle` there is a buffer of that value, which has no effect on anything: it is nudged then.
+    """
 
     def __init__(
         self,
@@ -62,11 +66,16 @@ class Wobbly(Workload):
         token: str = "",
         lr: float = 0.05,
         many: bool = False,
+        idle: float | None = None,
+        moved_at: int | None = None,
+        nudged_at: int | None = None,
     ) -> None:
         self.poisoned, self.large, self.raises = poisoned, large, raises
         self.kills, self.hangs, self.tilts = kills, hangs, tilts
         self.token, self.count = token, 0
         self.loud, self.momentum, self.lr = loud, momentum, lr
+        self.idle, self.moved_at, self.nudged_at = idle, moved_at, nudged_at
+        self.now = 0
         self.many = (
             torch.rand(400_000, generator=torch.Generator().manual_seed(1)) if many else None
         )
@@ -78,7 +87,19 @@ class Wobbly(Workload):
         model.add_module("norm", nn.BatchNorm1d(8))
         model.add_module("drop", nn.Dropout(0.1))
         model.add_module("last", nn.Linear(8, 1))
+        if self.idle is not None:
+            model.register_buffer("idle", torch.tensor([self.idle]))
         return model
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        self.now = step
+        if step == self.moved_at:
+            self.nudge(model)
+
+    def nudge(self, model: nn.Module) -> None:
+        named = dict(model.named_buffers()) | dict(model.named_parameters())
+        with torch.no_grad():
+            named["first.weight" if self.idle is None else "idle"].mul_(1.001)
 
     def data(self) -> Dataset[Item]:
         self.count = NUM_SAMPLES
@@ -105,7 +126,12 @@ class Wobbly(Workload):
         lr = self.lr
         if self.token:  # then the optimizer needs what data() leaves behind
             lr = self.lr * NUM_SAMPLES / self.count
-        return SGD(model.parameters(), lr=lr, momentum=self.momentum)
+        optimizer = SGD(model.parameters(), lr=lr, momentum=self.momentum)
+        if self.nudged_at is not None:
+            optimizer.register_step_post_hook(
+                lambda *_: self.nudge(model) if self.now == self.nudged_at else None
+            )
+        return optimizer
 
     def scheduler(self, optimizer: SGD) -> StepLR:
         return StepLR(optimizer, step_size=3, gamma=0.5)
