@@ -155,8 +155,9 @@ def _leaked_memory(before: set[Path]) -> list[str]:
 
 def _environment_of(process: psutil.Process, end: float) -> dict[str, str]:
     """Empty where it has none, and for a moment while a program starts."""
+    pause = threading.Event()
     while not (found := process.environ()) and time.monotonic() < end:
-        time.sleep(0.001)
+        pause.wait(0.001)
     return found
 
 

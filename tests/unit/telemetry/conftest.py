@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from samestep.checkpoint.storage import Storage
+from samestep.spec import dump_spec
+from samestep.telemetry.prometheus_sink import PrometheusSink
 from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import StepRecord
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from pages import SPEC, Open
 from recording import job
 
 MakeStep = Callable[..., StepRecord]
@@ -82,3 +85,34 @@ def push(make_step: MakeStep) -> Callable[..., dict[str, Any]]:
         return recorder.push(attempt, "0", sequence, records)
 
     return send
+
+
+@pytest.fixture
+def open_page(run: Storage) -> Iterator[Open]:
+    """Opens recorders with a page; closes them all."""
+    opened: list[Recorder] = []
+
+    def make(run: Storage = run, name: str = "r", **options: Any) -> Any:
+        sink = PrometheusSink(**{"host": "127.0.0.1", "port": 0, "interval_s": 0.0, **options})
+        recorder = Recorder(run.uri, run=name, spec_yaml=dump_spec(SPEC), sinks=[sink])
+        opened.append(recorder)
+        return recorder, sink
+
+    yield make
+    for recorder in opened:
+        recorder.close()
+
+
+@pytest.fixture
+def tell(make_step: Callable[..., StepRecord]) -> Callable[..., int]:
+    """Begins an attempt that takes steps, and waits until the sinks have them."""
+
+    def steps(recorder: Recorder, start: int, stop: int, source: str = "", **changes: Any) -> int:
+        info = {"start_step": start, "mode": "ddp", "world_size": 2, "source": source}
+        attempt = recorder.begin_attempt(info)
+        records = [make_step(step, **changes).to_json() for step in range(start, stop)]
+        recorder.push(attempt, "0", 1, records)
+        recorder.drain()
+        return attempt
+
+    return steps

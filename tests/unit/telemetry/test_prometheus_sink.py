@@ -7,75 +7,24 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from pages import SPEC, Open, scrape, value
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.incidents.record import Incident
-from samestep.metric_names import METRICS, Metric, Metrics, MetricType, series_of
+from samestep.metric_names import METRICS, Metrics, MetricType, series_of
 from samestep.names import TARGETS_DIR, IncidentKind, TimePart
-from samestep.spec import dump_spec, parse_spec
-from samestep.telemetry import prometheus_sink
 from samestep.telemetry.prometheus_sink import PrometheusSink
-from samestep.telemetry.recorder import Recorder
-from samestep.telemetry.records import StepRecord
 from samestep.telemetry.sink import RunInfo
 from samestep.telemetry.targets import announced
 
-SPEC = parse_spec({"workload": "a:B", "batch_size": 8, "shards": 2, "max_steps": 100})
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-Open = Callable[..., tuple[Recorder, PrometheusSink]]
 
-
-def scrape(url: str) -> Samples:
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in families
-        for sample in family.samples
-    }
-
-
-def value(samples: Samples, metric: Metric, /, **labels: str) -> float:
-    return samples[metric.name, tuple(sorted({"run": "r", **labels}.items()))]
-
-
-@pytest.fixture
-def open_recorder(run: Storage) -> Iterator[Open]:
-    opened: list[Recorder] = []
-
-    def make(run: Storage = run, name: str = "r", **options: Any) -> Any:
-        sink = PrometheusSink(**{"host": "127.0.0.1", "port": 0, "interval_s": 0.0, **options})
-        recorder = Recorder(run.uri, run=name, spec_yaml=dump_spec(SPEC), sinks=[sink])
-        opened.append(recorder)
-        return recorder, sink
-
-    yield make
-    for recorder in opened:
-        recorder.close()
-
-
-@pytest.fixture
-def tell(make_step: Callable[..., StepRecord]) -> Callable[..., int]:
-    def steps(recorder: Recorder, start: int, stop: int, source: str = "", **changes: Any) -> int:
-        info = {"start_step": start, "mode": "ddp", "world_size": 2, "source": source}
-        attempt = recorder.begin_attempt(info)
-        records = [make_step(step, **changes).to_json() for step in range(start, stop)]
-        recorder.push(attempt, "0", 1, records)
-        recorder.drain()
-        return attempt
-
-    return steps
-
-
-def test_the_page_shows_what_the_run_did(open_recorder: Open, tell: Any) -> None:
-    recorder, sink = open_recorder()
+def test_the_page_shows_what_the_run_did(open_page: Open, tell: Any) -> None:
+    recorder, sink = open_page()
     timing = {"step_s": 0.01, "data_wait_s": 0.5}
     attempt = tell(recorder, 0, 4, lr=[0.1, 0.2], metrics={"a b": 0.5}, timing=timing)
     incident = Incident(kind=IncidentKind.HANG, step=3, attempt=attempt, message="m")
@@ -104,9 +53,9 @@ def test_the_page_shows_what_the_run_did(open_recorder: Open, tell: Any) -> None
 
 
 def test_every_name_on_the_page_is_in_the_table_and_bears_the_run(
-    open_recorder: Open, tell: Any
+    open_page: Open, tell: Any
 ) -> None:
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     tell(recorder, 0, 2)
     known = {name for metric in METRICS for name in series_of(metric)}
     samples = scrape(sink.url)
@@ -114,13 +63,13 @@ def test_every_name_on_the_page_is_in_the_table_and_bears_the_run(
     assert {dict(labels)["run"] for _, labels in samples} == {"r"}
 
 
-def test_a_recorder_that_comes_back_goes_on_counting(open_recorder: Open, tell: Any) -> None:
-    recorder, sink = open_recorder()
+def test_a_recorder_that_comes_back_goes_on_counting(open_page: Open, tell: Any) -> None:
+    recorder, sink = open_page()
     tell(recorder, 0, 6)
     tell(recorder, 3, 8)
     before = scrape(sink.url)
     recorder.close()
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     recorder.drain()
     after = scrape(sink.url)
     counted = [m for m in METRICS if m.type is MetricType.COUNTER and not m.labels]
@@ -132,9 +81,9 @@ def test_a_recorder_that_comes_back_goes_on_counting(open_recorder: Open, tell: 
 
 
 def test_steps_taken_again_move_the_time_of_the_last_step_but_no_counter(
-    open_recorder: Open, tell: Any
+    open_page: Open, tell: Any
 ) -> None:
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     tell(recorder, 0, 6)
     before = scrape(sink.url)
     tell(recorder, 2, 4)
@@ -144,8 +93,8 @@ def test_steps_taken_again_move_the_time_of_the_last_step_but_no_counter(
     assert value(after, Metrics.LOSS) == 1 / 6
 
 
-def test_nothing_is_shown_that_no_step_gave(open_recorder: Open) -> None:
-    recorder, sink = open_recorder()
+def test_nothing_is_shown_that_no_step_gave(open_page: Open) -> None:
+    recorder, sink = open_page()
     recorder.drain()
     names = {name for name, _ in scrape(sink.url)}
     assert Metrics.LOSS.name not in names
@@ -167,22 +116,22 @@ def test_until_the_counters_are_added_up_the_page_answers_503(run: Storage) -> N
         sink.close()
 
 
-def test_a_port_taken_by_another_program_is_refused_by_name(open_recorder: Open) -> None:
+def test_a_port_taken_by_another_program_is_refused_by_name(open_page: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(InputError, match=rf"port {port} on 127\.0\.0\.1 is taken.*0 for any"):
-            open_recorder(port=port)
-    open_recorder(port=port)
+            open_page(port=port)
+    open_page(port=port)
 
 
 def test_two_runs_with_one_port_both_have_a_page_of_their_own(
-    run: Storage, open_recorder: Open, tell: Any
+    run: Storage, open_page: Open, tell: Any
 ) -> None:
-    first, first_sink = open_recorder()
+    first, first_sink = open_page()
     tell(first, 0, 2)
     port = int(first_sink.target.rpartition(":")[2])
     other = Storage.at(f"{run.uri}-other")
-    second, second_sink = open_recorder(run=other, name="other", port=port)
+    second, second_sink = open_page(run=other, name="other", port=port)
     tell(second, 0, 5)
     assert value(scrape(first_sink.url), Metrics.STEPS) == 2
     samples = scrape(second_sink.url)
@@ -197,22 +146,22 @@ def test_two_runs_with_one_port_both_have_a_page_of_their_own(
     assert json.loads(storage.read(f"{TARGETS_DIR}/{file}")) == targets
 
 
-def test_an_address_of_another_machine_is_refused(open_recorder: Open) -> None:
+def test_an_address_of_another_machine_is_refused(open_page: Open) -> None:
     with pytest.raises(InputError, match=r"can't serve metrics on 192\.0\.2\.1:0"):
-        open_recorder(host="192.0.2.1")
+        open_page(host="192.0.2.1")
 
 
-def test_a_closed_run_has_no_page_and_no_target(open_recorder: Open, run: Storage) -> None:
-    recorder, sink = open_recorder()
+def test_a_closed_run_has_no_page_and_no_target(open_page: Open, run: Storage) -> None:
+    recorder, sink = open_page()
     recorder.close()
     with pytest.raises(OSError, match="refused"):
         scrape(sink.url)
     assert announced(Storage.at(run.uri.rpartition("/")[0])) == {}
 
 
-def test_what_waits_for_mlflow_is_shown(open_recorder: Open, tell: Any) -> None:
+def test_what_waits_for_mlflow_is_shown(open_page: Open, tell: Any) -> None:
     status = {"mlflow": {"up": False, "run_id": "abc", "num_steps": 1}}
-    recorder, sink = open_recorder(tracking=lambda: status)
+    recorder, sink = open_page(tracking=lambda: status)
     tell(recorder, 0, 4)
     samples = scrape(sink.url)
     assert value(samples, Metrics.TRACKING_UP) == 0
@@ -222,9 +171,9 @@ def test_what_waits_for_mlflow_is_shown(open_recorder: Open, tell: Any) -> None:
 
 
 def test_workers_are_shown_side_by_side_and_no_longer_than_their_attempt(
-    open_recorder: Open, tell: Any
+    open_page: Open, tell: Any
 ) -> None:
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     attempt = tell(recorder, 0, 4)
     for world_rank, own_s in enumerate([1.0, 3.0]):
         assert recorder.report(
@@ -254,8 +203,8 @@ def test_workers_are_shown_side_by_side_and_no_longer_than_their_attempt(
     assert not recorder.report({"attempt": attempt + 1})
 
 
-def test_time_is_accounted_and_goodput_told(open_recorder: Open, tell: Any) -> None:
-    recorder, sink = open_recorder()
+def test_time_is_accounted_and_goodput_told(open_page: Open, tell: Any) -> None:
+    recorder, sink = open_page()
     timing = {"step_s": 1e-6, "training_s": 1e-6, "elapsed_s": 1e-6}
     tell(recorder, 0, 2, timing=timing)
     samples = scrape(sink.url)
@@ -274,9 +223,9 @@ def test_time_is_accounted_and_goodput_told(open_recorder: Open, tell: Any) -> N
     ],
 )
 def test_restarts_are_counted_by_what_ended_the_attempt_before(
-    open_recorder: Open, tell: Any, incident: IncidentKind | None, end: str | None, cause: str
+    open_page: Open, tell: Any, incident: IncidentKind | None, end: str | None, cause: str
 ) -> None:
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     attempt = tell(recorder, 0, 2)
     if incident is not None:
         told = Incident(kind=incident, step=1, attempt=attempt, message="m").to_json()
@@ -284,7 +233,7 @@ def test_restarts_are_counted_by_what_ended_the_attempt_before(
     if end is not None:
         recorder.finish(attempt, {"status": end, "step": 2})
         recorder.close()
-        recorder, sink = open_recorder()
+        recorder, sink = open_page()
     again = tell(recorder, 2, 4)
     recovery = {"cause": "crash", "message": "", "planned": False, "workers": [2, 2]}
     recorder.recovered(again, {**recovery, "detected_s": None, "again_s": 0.5})
@@ -297,9 +246,9 @@ def test_restarts_are_counted_by_what_ended_the_attempt_before(
 
 
 def test_recoveries_are_told_apart_by_whether_they_were_planned_and_by_where_the_state_was(
-    open_recorder: Open, tell: Any
+    open_page: Open, tell: Any
 ) -> None:
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     tell(recorder, 0, 4, source="start")
     again = tell(recorder, 2, 5, source="checkpoint")
     fault = {"cause": "crash", "message": "lost", "planned": False, "workers": [2, 1]}
@@ -326,9 +275,9 @@ def test_recoveries_are_told_apart_by_whether_they_were_planned_and_by_where_the
 
 
 def test_checkpoints_snapshots_and_audits_are_counted_where_a_step_tells_of_one(
-    open_recorder: Open, tell: Any
+    open_page: Open, tell: Any
 ) -> None:
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     idle = {"step_s": 0.01, "training_s": 0.01, "checkpoint_s": 1e-6, "elapsed_s": 0.01}
     tell(recorder, 0, 2, timing=idle)
     assert Metrics.LAST_SNAPSHOT.name not in {name for name, _ in scrape(sink.url)}
@@ -341,8 +290,8 @@ def test_checkpoints_snapshots_and_audits_are_counted_where_a_step_tells_of_one(
     assert value(samples, Metrics.LAST_SNAPSHOT) == 1000.5
 
 
-def test_a_run_that_has_ended_wants_no_workers(open_recorder: Open, tell: Any) -> None:
-    recorder, sink = open_recorder()
+def test_a_run_that_has_ended_wants_no_workers(open_page: Open, tell: Any) -> None:
+    recorder, sink = open_page()
     attempt = tell(recorder, 0, 2)
     recorder.finish(attempt, {"status": "done", "step": 2})
     recorder.drain()
@@ -352,18 +301,18 @@ def test_a_run_that_has_ended_wants_no_workers(open_recorder: Open, tell: Any) -
 
 
 def test_a_driver_that_died_without_a_word_is_a_cause_of_its_own(
-    open_recorder: Open, tell: Any
+    open_page: Open, tell: Any
 ) -> None:
-    recorder, _ = open_recorder()
+    recorder, _ = open_page()
     tell(recorder, 0, 2)
     recorder.close()
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     tell(recorder, 2, 4)
     assert value(scrape(sink.url), Metrics.RESTARTS, cause="driver_lost") == 1
 
 
-def test_saves_that_failed_are_counted(open_recorder: Open, tell: Any) -> None:
-    recorder, sink = open_recorder()
+def test_saves_that_failed_are_counted(open_page: Open, tell: Any) -> None:
+    recorder, sink = open_page()
     attempt = tell(recorder, 0, 3)
     part = {"num_parts": 1, "world_rank": 0, "keep": 1, "files": {}, "digests": []}
     for step in (2, 3):
@@ -376,72 +325,8 @@ def test_saves_that_failed_are_counted(open_recorder: Open, tell: Any) -> None:
     assert value(samples, Metrics.INCIDENTS, kind="storage") == 1
 
 
-def note_incident(recorder: Recorder, attempt: int, kind: IncidentKind) -> Incident:
-    incident = Incident(kind=kind, step=1, attempt=attempt, message="m", time=1234.5)
-    recorder.record_incident(attempt, incident.to_json())
-    return incident
-
-
-def test_the_last_incident_of_a_kind_and_a_run_that_failed_are_shown(
-    open_recorder: Open, tell: Any
-) -> None:
-    recorder, sink = open_recorder()
-    attempt = tell(recorder, 0, 3)
-    note_incident(recorder, attempt, IncidentKind.NON_FINITE)
-    recorder.drain()
-    samples = scrape(sink.url)
-    assert value(samples, Metrics.LAST_INCIDENT, kind="non_finite") > 1e9
-    assert value(samples, Metrics.FAILED) == 0
-    recorder.finish(attempt, {"status": "failed", "step": 3})
-    recorder.drain()
-    assert value(scrape(sink.url), Metrics.FAILED) == 1
-    tell(recorder, 3, 4)
-    assert value(scrape(sink.url), Metrics.FAILED) == 0
-
-
-def test_a_page_that_nobody_fetches_is_not_waited_for(
-    open_recorder: Open, tell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prometheus_sink, "SCRAPE_S", 1e6)  # pytest ends what waits for it
-    recorder, sink = open_recorder()
-    note_incident(recorder, tell(recorder, 0, 3), IncidentKind.NON_FINITE)
-    recorder.drain()
-    assert not sink.wait_until_seen()
-
-
-def test_an_incident_is_waited_for_until_a_scrape_has_seen_it(
-    open_recorder: Open, tell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prometheus_sink, "SCRAPE_S", 1e6)
-    recorder, sink = open_recorder()
-    attempt = tell(recorder, 0, 3)
-    scrape(sink.url)
-    assert sink.wait_until_seen()  # nothing has happened since
-    note_incident(recorder, attempt, IncidentKind.NON_FINITE)
-    seen: list[bool] = []
-    ending = threading.Thread(target=lambda: (recorder.drain(), seen.append(True)))
-    ending.start()
-    while value(scrape(sink.url), Metrics.INCIDENTS, kind="non_finite") == 0:
-        assert not seen
-    ending.join(30)
-    assert seen
-
-
-def test_a_scrape_that_does_not_come_is_waited_for_no_longer_than_one_should(
-    open_recorder: Open, tell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prometheus_sink, "SCRAPE_S", 0.1)
-    monkeypatch.setattr(prometheus_sink, "LATE_S", 0.1)
-    recorder, sink = open_recorder()
-    attempt = tell(recorder, 0, 3)
-    scrape(sink.url)
-    note_incident(recorder, attempt, IncidentKind.NON_FINITE)
-    recorder.drain()
-    assert not sink.wait_until_seen()
-
-
-def test_a_loss_that_is_nan_is_shown_as_such(open_recorder: Open, tell: Any) -> None:
-    recorder, sink = open_recorder()
+def test_a_loss_that_is_nan_is_shown_as_such(open_page: Open, tell: Any) -> None:
+    recorder, sink = open_page()
     tell(recorder, 0, 2, loss=math.nan)
     assert math.isnan(value(scrape(sink.url), Metrics.LOSS))
 
@@ -464,13 +349,13 @@ class Gateway(BaseHTTPRequestHandler):
 
 
 def test_the_last_values_go_to_a_pushgateway_that_forgets_them_when_the_run_goes_on(
-    open_recorder: Open, tell: Any
+    open_page: Open, tell: Any
 ) -> None:
     Gateway.requests.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        recorder, _ = open_recorder(gateway=f"http://127.0.0.1:{server.server_port}")
+        recorder, _ = open_page(gateway=f"http://127.0.0.1:{server.server_port}")
         tell(recorder, 0, 4)
         assert [method for method, _, _ in Gateway.requests] == ["DELETE"]
         recorder.close()
@@ -481,10 +366,10 @@ def test_the_last_values_go_to_a_pushgateway_that_forgets_them_when_the_run_goes
     assert 'samestep_steps_total{run="r"} 4.0' in body
 
 
-def test_a_pushgateway_that_is_away_holds_up_nothing(open_recorder: Open, tell: Any) -> None:
+def test_a_pushgateway_that_is_away_holds_up_nothing(open_page: Open, tell: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    recorder, _ = open_recorder(gateway=f"http://127.0.0.1:{port}")
+    recorder, _ = open_page(gateway=f"http://127.0.0.1:{port}")
     tell(recorder, 0, 4)
     texts = [item["text"] for item in recorder.status()["messages"]]
     assert any("can't be reached" in text and str(port) in text for text in texts)
@@ -492,9 +377,9 @@ def test_a_pushgateway_that_is_away_holds_up_nothing(open_recorder: Open, tell: 
 
 
 def test_two_thousand_workers_that_report_every_second_take_little_of_it(
-    open_recorder: Open, tell: Any
+    open_page: Open, tell: Any
 ) -> None:
-    recorder, sink = open_recorder()
+    recorder, sink = open_page()
     attempt = tell(recorder, 0, 2)
     report = {
         "attempt": attempt,
