@@ -114,13 +114,13 @@ class ProcessWriter:
             process.stdin.flush()
             answer = json.loads(_line(process.stdout.fileno(), deadline))
         except TimeoutError:
-            self._end()
+            self._end(process)
             raise StorageError(
                 f"{job.folder_uri}: the files were not written within {timeout_s:g} s; the "
                 "storage hangs or is too slow: save less often, or choose another storage"
             ) from None
         except (OSError, ValueError) as error:
-            status = self._end()
+            status = self._end(process)
             raise StorageError(
                 f"{job.folder_uri}: the writer process ended in the middle of it (status {status})"
             ) from error
@@ -147,8 +147,10 @@ class ProcessWriter:
             self._closed = True
         self._end()
 
-    def _end(self) -> int | None:
+    def _end(self, of_job: subprocess.Popen[bytes] | None = None) -> int | None:
         with self._lock:
+            if of_job not in (None, self._process):  # killed before; a later job has another
+                return of_job.poll()
             if self._process is not None:
                 with suppress(OSError):
                     self._process.kill()

@@ -255,6 +255,8 @@ class Saving:
     def settle(self) -> Answer | None:
         """Waits until the save under way has ended, for half the hang timeout; then it has failed.
 
+        That is an incident, as where a part could not be written: the recorder is told.
+
         Returns:
             How it ended; None where there was none.
 
@@ -267,8 +269,7 @@ class Saving:
             return None
         limit_s = self._spec.faults.hang_timeout_s / 2
         if not flight.wait(limit_s):
-            flight.abandon()
-            flight.wait(CLOSE_S)
+            flight.give_up(limit_s, within_s=min(CLOSE_S, limit_s / 2))
         problem = flight.problem
         if problem is not None and self._peers.world_rank == 0:
             # A new one: a frame that held what it raises would hold the process group as well.

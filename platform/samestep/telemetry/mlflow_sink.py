@@ -215,6 +215,9 @@ class MlflowSink:
         if self._client is not None and self._up and self._client.status == RUNNING:
             self._keep(self._set_status(self._client, KILLED, self._tracked))
 
+    def abandon(self) -> None:
+        """Nothing: the run in MLflow goes on, fed by another."""
+
     def _check(self) -> None:
         """Connects within a bounded time, whatever the server does."""
         failure: list[BaseException] = [TimeoutError(f"no answer in {REQUIRED_TIMEOUT_S:.0f} s")]

@@ -23,6 +23,7 @@ from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.sink import RunInfo, Sink, StartOver
 from samestep.telemetry.spool import START, Spool
+from samestep.telemetry.tenure import Tenure
 
 MAX_LINES: Final = 500
 MAX_NOTES: Final = 100
@@ -50,6 +51,8 @@ class Outlet:
     Args:
         sink: what to feed; `started` is called here and now.
         info: the run; `say` is replaced by one that is safe in any thread, see `notes`.
+        tenure: of the recorder: once another has the run, the sink leaves it alone; None: no other
+            can take it.
         num_lines: lines of the ledger.
         monotonic: clock in seconds.
         first_backoff_s: pause after a first failure.
@@ -62,6 +65,7 @@ class Outlet:
         self,
         sink: Sink,
         info: RunInfo,
+        tenure: Tenure | None = None,
         *,
         num_lines: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
@@ -69,6 +73,7 @@ class Outlet:
     ) -> None:
         self.sink = sink
         self._run = info.name
+        self._tenure = tenure or Tenure(info.run, take=False)
         self._monotonic = monotonic
         self._first_backoff_s = first_backoff_s
         self._changed = threading.Condition()
@@ -187,6 +192,8 @@ class Outlet:
         while self._wait(pause_s):
             started_s = time.thread_time()
             try:
+                if not self._tenure.holds():  # another recorder delivers from here on
+                    break
                 self._deliver()
             except StartOver:
                 self._spool.seek(START)
@@ -199,10 +206,14 @@ class Outlet:
                 pause_s = max(self.sink.interval_s, min(cost_s / MAX_SHARE, MAX_PAUSE_S))
                 backoff_s, is_steady = self._first_backoff_s, True
         try:
-            self.sink.close()
+            if self._tenure.surely_holds():
+                self.sink.close()
+            else:
+                self.sink.abandon()
         except Exception as error:  # it ends anyway
             logger.warning("run=%s closing the sink %s: %r", self._run, self.sink.name, error)
         with self._changed:
+            self._closing = True
             self._changed.notify_all()
 
     def _wait(self, pause_s: float) -> bool:
@@ -286,18 +297,26 @@ class Outlets:
     Args:
         sinks: what to feed.
         info: the run; `waiting` is replaced by what is known here.
+        tenure: of the recorder, as for an `Outlet`.
         num_lines: lines of the ledger.
 
     Raises:
         InputError: a sink refuses the start; the others are closed.
     """
 
-    def __init__(self, sinks: Sequence[Sink], info: RunInfo, *, num_lines: int = 0) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        info: RunInfo,
+        tenure: Tenure | None = None,
+        *,
+        num_lines: int = 0,
+    ) -> None:
         self._outlets: list[Outlet] = []
         info = replace(info, waiting=self.waiting)
         try:
             for sink in sinks:
-                self._outlets.append(Outlet(sink, info, num_lines=num_lines))
+                self._outlets.append(Outlet(sink, info, tenure, num_lines=num_lines))
         except BaseException:
             self.close(CLOSE_S)
             raise

@@ -187,6 +187,10 @@ class PrometheusSink:
         if self._gateway is not None and self._ready:
             self._push(self._gateway)
         targets.withdraw(self._info.run)  # first: nobody is to ask a page that is gone
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the server alone: what leads to a page leads to another's by now."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)

@@ -125,11 +125,11 @@ class Recorder(BundleCalls):
                 incident=self._incidents.write,
             )
             info = RunInfo(run=self._run, name=run, spec=spec, about=about, returning=returning)
-            self._outlets = Outlets(sinks, info, num_lines=self._intake.past.num_lines)
+            past = self._intake.past
+            self._outlets = Outlets(sinks, info, self._tenure, num_lines=past.num_lines)
         except BaseException:
             self.close()
             raise
-        past = self._intake.past
         for text in past.torn:
             logger.warning("run=%s %s; it will be delivered again", run, text)
         if not returning:  # the group of the attempt before is gone
@@ -311,8 +311,8 @@ class Recorder(BundleCalls):
         return self._outlets.drain(timeout_s, failing_timeout_s) if self._outlets else []
 
     def close(self) -> None:
-        """As `leave`, after the sinks got what they can take; may be repeated."""
-        if self._outlets:
+        """As `leave`, after the sinks got what they can take while the run is still ours."""
+        if self._outlets and self._tenure.surely_holds():
             lacking = self.drain()
             if lacking:
                 logger.info(

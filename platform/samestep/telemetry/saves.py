@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Final, Literal
 
 from samestep import names
 from samestep.checkpoint.manifest import FileEntry, Manifest, step_name
@@ -21,6 +22,9 @@ from samestep.incidents.record import Incident
 from samestep.names import Event, IncidentKind
 
 logger = logging.getLogger(__name__)
+
+MAX_NAMED: Final = 8
+"""So many of the workers that are waited for are named."""
 
 SaveState = Literal["waiting", "committed", "failed"]
 SaveKey = tuple[int, int]
@@ -74,6 +78,48 @@ class Answer:
     digest: str = ""
 
 
+class _Save:
+    """A save under way: whose parts are in, so that each question costs the same, however many.
+
+    Args:
+        num_parts: of it.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self.parts: dict[int, Part] = {}
+        self._missing = dict.fromkeys(range(num_parts))
+        self._difference: str | None = None  # not looked for yet
+
+    def add(self, part: Part) -> None:
+        """Notes a part, once more if need be."""
+        self.parts[part.world_rank] = part
+        self._missing.pop(part.world_rank, None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parts are in."""
+        return not self._missing
+
+    def waits_for(self) -> str:
+        """Whose parts are not in."""
+        named = ", ".join(str(rank) for rank in islice(self._missing, MAX_NAMED))
+        num_more = len(self._missing) - MAX_NAMED
+        return f"for worker {named}" + (f" and {num_more} more" if num_more > 0 else "")
+
+    def require_agreement(self) -> None:
+        """Every worker holds the same state, whichever part of it the file of another was made of.
+
+        Raises:
+            DivergenceError: they do not.
+        """
+        if self._difference is None:
+            states = ["".join(part.digests) for _, part in sorted(self.parts.items())]
+            differs = len(set(states)) > 1
+            self._difference = divergence_text(self.parts[0].step, states) if differs else ""
+        if self._difference:
+            raise DivergenceError(self._difference)
+
+
 class Saves:
     """The recorder's side of the workers' saves, of the present attempt.
 
@@ -99,7 +145,7 @@ class Saves:
         self._say = say
         self._log = log
         self._incident = incident
-        self._parts: dict[SaveKey, dict[int, Part]] = {}
+        self._open: dict[SaveKey, _Save] = {}
         self._ended: dict[SaveKey, Answer] = {}
         self._num_failed = 0
         self._untold: Incident | None = None
@@ -107,7 +153,7 @@ class Saves:
 
     def begin_attempt(self) -> None:
         """Forgets the saves of the attempt before, which nobody can complete."""
-        self._parts, self._ended = {}, {}
+        self._open, self._ended = {}, {}
 
     def take(self, part: Part, attempt: int) -> Answer:
         """Notes a part; commits when it was the last one.
@@ -118,13 +164,18 @@ class Saves:
         """
         key = (part.step, part.try_number)
         if key not in self._ended:
-            parts = self._parts.setdefault(key, {})
-            parts[part.world_rank] = part
-            answer = self._judge(parts, part.num_parts, attempt)
+            if any(part.try_number < ended for _, ended in self._ended):
+                # Who took part in a later one has given this one up, and told so.
+                return Answer(state="failed", message="a later save has ended since")
+            if key not in self._open:
+                self._open[key] = _Save(part.num_parts)
+            save = self._open[key]
+            save.add(part)
+            answer = self._judge(save, part, attempt)
             if answer.state == "waiting":
                 return answer
             self._ended = {key: answer}  # of earlier ones every worker has been told
-            self._parts.pop(key)
+            self._open.pop(key)
         return self._ended[key]
 
     def tell(self) -> None:
@@ -140,29 +191,26 @@ class Saves:
         except StorageError:
             return  # tried again with the next save
 
-    def _judge(self, parts: Mapping[int, Part], num_parts: int, attempt: int) -> Answer:
-        some = next(iter(parts.values()))
-        for rank, part in sorted(parts.items()):
-            if part.error is not None:
-                return self._fail(some.step, attempt, f"worker {rank}: {part.error}")
-        missing = [str(rank) for rank in range(num_parts) if rank not in parts]
-        if missing:
-            return Answer(state="waiting", message=f"for worker {', '.join(missing)}")
-        _require_agreement(parts)
-        text = parts[0].manifest
+    def _judge(self, save: _Save, part: Part, attempt: int) -> Answer:
+        if part.error is not None:
+            return self._fail(part.step, attempt, f"worker {part.world_rank}: {part.error}")
+        if not save.is_whole:
+            return Answer(state="waiting", message=save.waits_for())
+        save.require_agreement()
+        text = save.parts[0].manifest
         assert text is not None, "worker 0 brings the manifest"
         try:
             manifest = Manifest.from_json(text)
             files = {
                 name: FileEntry(**entry)
-                for rank in range(num_parts)
-                for name, entry in parts[rank].files.items()
+                for rank in range(part.num_parts)
+                for name, entry in save.parts[rank].files.items()
             }
-            self._commit(replace(manifest, files=files).to_json(), some.keep)
+            self._commit(replace(manifest, files=files).to_json(), part.keep)
         except RecorderError as error:
-            return Answer(state="waiting", message=str(error))
+            return Answer(state="waiting", message=f"for the commit: {error}")
         except (StorageError, CheckpointError) as error:
-            return self._fail(some.step, attempt, str(error))
+            return self._fail(part.step, attempt, str(error))
         if self._num_failed:
             self._say(f"checkpoints are written again, after {self._num_failed} that failed")
             self._num_failed = 0
@@ -199,11 +247,3 @@ class Saves:
         folder = f"{names.CHECKPOINTS_DIR}/{step_name(step)}"
         if not self._run.exists(f"{folder}/{names.MANIFEST_FILE}"):
             self._run.delete(folder)
-
-
-def _require_agreement(parts: Mapping[int, Part]) -> None:
-    """Every worker holds the same state, whichever part of it the file of another was made of."""
-    seen = {rank: "".join(part.digests) for rank, part in sorted(parts.items())}
-    everyone = list(seen.values())
-    if len(set(everyone)) > 1:
-        raise DivergenceError(divergence_text(parts[0].step, everyone))

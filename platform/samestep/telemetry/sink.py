@@ -101,3 +101,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Ends, in the sink's thread, after the last `take`."""
+
+    def abandon(self) -> None:
+        """Ends in place of `close`: the run is another recorder's, which nothing here may touch."""

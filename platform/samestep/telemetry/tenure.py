@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from samestep.checkpoint.storage import Storage
-from samestep.errors import RecorderError
+from samestep.errors import RecorderError, StorageError
 from samestep.telemetry import lease as leases
 
 
@@ -30,6 +30,17 @@ class Tenure:
     def holds(self) -> bool:
         """Whether the run may be written now."""
         return self._lease is None or self._lease.held()
+
+    def surely_holds(self) -> bool:
+        """As `holds`, and False where storage can't tell.
+
+        For what is done when a recorder ends: left undone, the next start makes up for it; done to
+        a run that is another's, nothing does.
+        """
+        try:
+            return self.holds()
+        except StorageError:
+            return False
 
     def require(self) -> None:
         """Refuses to go on where it may not.

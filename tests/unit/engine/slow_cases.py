@@ -1,22 +1,28 @@
-"""Workloads whose state is copied so slowly that a step's forward and backward end before it."""
+"""Workloads whose state is copied slowly, or never written: their storage hangs for a while."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from cases import Large
+from cases import Base, Large
 from torch import Tensor, nn
 
-from samestep import Loss
+from samestep import Loss, Values
 from samestep.checkpoint.image import Image
+from samestep.checkpoint.storage import Storage
 
 PAUSE_S = 0.05
 NUM_SLOW = 12
 """Copies that are slow: those of the first two or three saves of a worker."""
+HANG_S = 40.0
 under_way = threading.Event()
 
 
@@ -59,6 +65,56 @@ class SlowBefore(Slow):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.99)
+
+
+class Hanging(Base):
+    """Storage does not answer worker 1 when it writes of step 2, until step 5 was taken.
+
+    A state so small is written by a thread of the worker.
+    """
+
+    answers = threading.Event()
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if dist.get_rank() == 1:
+            self.answers.clear()
+            _hang(self.answers)
+
+    def on_step(self, step: int, values: Values) -> None:
+        if step == 4:
+            self.answers.set()
+
+
+class HangingLarge(Large):
+    """Worker 1's process that writes checkpoints stands still, as one that its storage holds up."""
+
+    def on_step(self, step: int, values: Values) -> None:
+        if step == 1 and dist.get_rank() == 1:
+            os.kill(_writer_process(), signal.SIGSTOP)
+
+
+def _hang(answers: threading.Event) -> None:
+    write = Storage.write_chunks
+
+    def hanging(storage: Storage, name: str, chunks: Any) -> None:
+        if storage.root.endswith("step-00000002"):
+            Storage.write_chunks = write  # type: ignore[method-assign]
+            answers.wait(HANG_S)
+        write(storage, name, chunks)
+
+    Storage.write_chunks = hanging  # type: ignore[method-assign]
+
+
+def _writer_process() -> int:
+    """Its id; the process is started behind the training."""
+    deadline = time.monotonic() + HANG_S
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children():
+            if any("samestep.checkpoint.writer" in part for part in process.cmdline()):
+                return process.pid
+        time.sleep(0.01)
+    raise TimeoutError("there is no process that writes checkpoints")
 
 
 def _slow_down() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -77,6 +78,22 @@ def test_a_save_that_fails_costs_nothing_but_itself(train: Train, tmp_path: Path
     (incident,) = events(run.storage, Event.INCIDENT)
     assert "storage-step-00000002" in incident.fields["id"]
     assert "the checkpoint at step 2 could not be saved: worker" in incident.fields["message"]
+
+
+@pytest.mark.parametrize(("hanging", "like"), [("Hanging", "Base"), ("HangingLarge", "Large")])
+def test_a_save_whose_storage_hangs_is_an_incident_that_names_the_worker_and_training_goes_on(
+    train: Train, hanging: str, like: str
+) -> None:
+    spec = large(faults={"hang_timeout_s": 12})
+    calm = train({**spec, "workload": f"cases:{like}"}, "calm", 2)
+    run = train({**spec, "workload": f"slow_cases:{hanging}"}, "run", 2)
+    assert run.digest == calm.digest
+    assert [info.step for info in list_checkpoints(run.storage) if info.whole] == [4, 6]
+    (incident,) = events(run.storage, Event.INCIDENT)
+    assert "storage-step-00000002" in incident.fields["id"]
+    # Worker 1 tells of its files, unless it is so late that worker 0 tells for whom it waits.
+    text = r": it was waited for 6 s and was still (writing its files: |waiting for worker 1)"
+    assert re.search(text, incident.fields["message"])
 
 
 def test_an_end_that_can_not_be_saved_says_so(train: Train, tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from recording import take_over
 
 from samestep.checkpoint.storage import Storage
-from samestep.errors import InputError
+from samestep.errors import InputError, StorageError
 from samestep.names import RunState
 from samestep.spec import dump_spec, parse_spec
 from samestep.telemetry.node_load import NodeLoad
@@ -36,6 +38,7 @@ class Fake:
         self.reported: list[int] = []
         self.num_takes = 0
         self.closed = threading.Event()
+        self.abandoned = threading.Event()
         self.taking = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -73,6 +76,9 @@ class Fake:
 
     def close(self) -> None:
         self.closed.set()
+
+    def abandon(self) -> None:
+        self.abandoned.set()
 
 
 class Refusing(Fake):
@@ -257,6 +263,43 @@ def test_an_end_keeps_the_run_until_its_sinks_have_got_it(
     after = holder(run)
     assert after is None or not after.alive
     assert recorder.status()["state"] == RunState.DONE
+
+
+def test_a_run_that_another_took_over_is_delivered_by_the_other_alone(
+    run: Storage, open_recorder: Open, tell: Any
+) -> None:
+    failing, quick = Fake(failures=[OSError("away")] * 9), Fake()
+    recorder = open_recorder(failing, quick)
+    tell(recorder, 0, 3)
+    assert recorder.drain() == ["fake"]
+    take_over(run, recorder)
+    assert failing.abandoned.wait(30)  # at its next try, while the recorder lives
+    num_takes = failing.num_takes, quick.num_takes
+    recorder.close()
+    assert (failing.num_takes, quick.num_takes) == num_takes
+    assert quick.abandoned.is_set()
+    assert not failing.closed.is_set()
+    assert not quick.closed.is_set()
+
+
+def test_where_storage_can_not_say_whose_the_run_is_the_sinks_leave_it_alone(
+    run: Storage, open_recorder: Open, tell: Any
+) -> None:
+    sink = Fake()
+    recorder = open_recorder(sink)
+    tell(recorder, 0, 3)
+    assert recorder.drain() == []
+    assert run.local_path is not None
+    aside = run.local_path.rename(f"{run.root}-aside")
+    run.local_path.write_text("in the way")
+    assert recorder._tenure._lease is not None
+    recorder._tenure._lease._renewed_at = -math.inf  # it must ask
+    with pytest.raises(StorageError):  # the lease can't be given back
+        recorder.close()
+    assert sink.abandoned.is_set()
+    assert not sink.closed.is_set()
+    run.local_path.unlink()
+    aside.rename(run.local_path)
 
 
 def test_a_sink_that_refuses_the_start_frees_the_run_and_ends_the_others(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recording import begin, kinds, save
+from recording import begin, kinds, save, take_over
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import (
@@ -119,11 +119,7 @@ def test_a_recorder_whose_lease_was_taken_writes_nothing_more(
     recorder = open_recorder(lease=True)
     attempt = begin(recorder)
     push(recorder, attempt, 1, 0, 0)
-    assert run.local_path is not None
-    (lease,) = run.local_path.glob("lease-*.json")
-    taken = json.loads(lease.read_text()) | {"owner": "another"}
-    lease.with_name("lease-00000002.json").write_text(json.dumps(taken))
-    recorder._tenure._lease.renew()  # type: ignore[union-attr]
+    take_over(run, recorder)
     assert push(recorder, attempt, 2, 1, 1)["refused"]
     with pytest.raises(RecorderError, match=r"lease .* is lost"):
         recorder.commit(attempt, save(run, 1), 3)

@@ -151,6 +151,30 @@ def test_parts_of_an_attempt_that_is_over_are_refused_and_forgotten(
     assert recorder.part(attempt, second)["message"] == "for worker 0"
 
 
+def test_whom_a_save_waits_for_is_said_in_few_words_however_many(recorder: Recorder) -> None:
+    attempt = begin(recorder)
+    given = {"step": 2, "try_number": 1, "num_parts": 2000, "keep": 2}
+    for rank in (0, 2, 1999):
+        answer = recorder.part(attempt, {**given, "world_rank": rank})
+    assert answer["message"] == "for worker 1, 3, 4, 5, 6, 7, 8, 9 and 1989 more"
+
+
+def test_a_save_that_was_given_up_is_not_told_of_again_when_a_later_one_has_ended(
+    run: Storage, recorder: Recorder, push: Any, parts_of: Any
+) -> None:
+    attempt = begin(recorder)
+    push(recorder, attempt, 1, 0, 3)
+    first, second = parts_of(2, try_number=1)
+    assert recorder.part(attempt, {**second, "error": "it hangs"})["state"] == "failed"
+    for part in parts_of(4, try_number=2):
+        answer = recorder.part(attempt, part)
+    assert answer["state"] == "committed"
+    for late in (first, {**second, "error": "given up"}):
+        assert recorder.part(attempt, late)["state"] == "failed"
+    assert kinds(run).count("checkpoint_failed") == 1
+    assert recorder.part(attempt, part)["state"] == "committed"  # its own answer is still there
+
+
 def test_retention_leaves_a_save_in_flight_alone_and_clears_what_never_became_one(
     run: Storage, recorder: Recorder, push: Any, parts_of: Any
 ) -> None:
