@@ -108,12 +108,12 @@ def _hang(answers: threading.Event) -> None:
 
 def _writer_process() -> int:
     """Its id; the process is started behind the training."""
-    deadline = time.monotonic() + HANG_S
+    deadline, pause = time.monotonic() + HANG_S, threading.Event()
     while time.monotonic() < deadline:
         for process in psutil.Process().children():
             if any("samestep.checkpoint.writer" in part for part in process.cmdline()):
                 return process.pid
-        time.sleep(0.01)
+        pause.wait(0.01)
     raise TimeoutError("there is no process that writes checkpoints")
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recording import take_over
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError, StorageError
@@ -168,22 +167,6 @@ def test_a_run_ends_in_mlflow_as_it_ended(
     assert run.tags[Tag.MESSAGE] == "why"
     assert run.tags[Tag.ATTEMPT] == "1"
     assert run.tags[Tag.WORKERS] == "2"
-
-
-def test_a_run_that_another_took_over_is_not_marked_as_killed(
-    run: Storage, server: Server, open_recorder: Any, tell: Any
-) -> None:
-    recorder = open_recorder()
-    tell(recorder, 0, 3)
-    assert recorder.drain() == []
-    take_over(run, recorder)
-    kept = json.loads(run.read(TRACKING_FILE))
-    there = json.dumps({**kept, "next_step": 9}).encode()  # the other is further by now
-    run.write(TRACKING_FILE, there)
-    recorder.close()
-    (only,) = server.runs.values()
-    assert (only.status, only.statuses) == ("RUNNING", [])
-    assert run.read(TRACKING_FILE) == there
 
 
 def test_a_batch_whose_answer_was_lost_is_sent_again_as_the_same_points(

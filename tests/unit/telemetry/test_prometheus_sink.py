@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 from pages import SPEC, Open, scrape, value
-from recording import take_over
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
@@ -21,7 +20,7 @@ from samestep.metric_names import METRICS, Metrics, MetricType, series_of
 from samestep.names import TARGETS_DIR, IncidentKind, TimePart
 from samestep.telemetry.prometheus_sink import PrometheusSink
 from samestep.telemetry.sink import RunInfo
-from samestep.telemetry.targets import announce, announced
+from samestep.telemetry.targets import announced
 
 
 def test_the_page_shows_what_the_run_did(open_page: Open, tell: Any) -> None:
@@ -365,27 +364,6 @@ def test_the_last_values_go_to_a_pushgateway_that_forgets_them_when_the_run_goes
     (_, cleared, _), (method, path, body) = Gateway.requests
     assert (method, path) == ("PUT", cleared) == ("PUT", "/metrics/job/samestep/run/r")
     assert 'samestep_steps_total{run="r"} 4.0' in body
-
-
-def test_a_run_that_another_took_over_keeps_the_page_it_names_and_is_not_pushed(
-    run: Storage, open_page: Open, tell: Any
-) -> None:
-    Gateway.requests.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        recorder, sink = open_page(gateway=f"http://127.0.0.1:{server.server_port}")
-        tell(recorder, 0, 4)
-        take_over(run, recorder)
-        announce(run, "elsewhere:1234")
-        recorder.close()
-        server.shutdown()
-        thread.join(5)
-    assert [method for method, _, _ in Gateway.requests] == ["DELETE"]
-    root, _, name = run.uri.rpartition("/")
-    assert announced(Storage.at(root)) == {name: "elsewhere:1234"}
-    with pytest.raises(urllib.error.URLError):
-        scrape(sink.url)
 
 
 def test_a_pushgateway_that_is_away_holds_up_nothing(open_page: Open, tell: Any) -> None:
