@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from samestep.cluster.ground import Member
 from samestep.cluster.processes import command_of
-from samestep.cluster.ray_private import own_address
+from samestep.cluster.session import connect
 from samestep.cluster.strikes import Fault
 from samestep.errors import InputError
 
@@ -109,18 +109,8 @@ def given_cluster(address: str) -> Iterator[GivenCluster]:
     Raises:
         InputError: there is none.
     """
-    try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **own_address(address),
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"no Ray cluster answers at {address}: {error}; give the HOST:PORT that `ray start` "
-            "told, or auto on a machine of the cluster"
-        ) from error
+    advice = "give the HOST:PORT that `ray start` told, or auto on a machine of the cluster"
+    connect(address, advice=advice, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield GivenCluster(address)
     finally:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,9 @@ from samestep.names import Env
 from samestep.spec import JobSpec
 
 logger = logging.getLogger(__name__)
+
+ANSWER_S = 10.0
+"""How long the head of a cluster may take to accept a connection."""
 
 # Nothing large goes through Ray's object store; its default share of /dev/shm is taken from others.
 OBJECT_STORE_BYTES = 256 << 20
@@ -53,6 +57,9 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     Where RAY_ADDRESS names a cluster (as in a submitted job) it is used. Else one is started on
     this machine, with the cores there are, or room for the fewest workers if that is more. A
     caller that is connected already stays so.
+
+    Raises:
+        InputError: no cluster answers at that address.
     """
     runtime_env: dict[str, Any] = {"env_vars": variables_for_workers(spec)}
     if ray.is_initialized():
@@ -68,12 +75,12 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
     address = os.environ.get(Env.RAY_ADDRESS)
     notes: list[str] = []
     if address:
-        ray.init(
-            address=address,
+        connect(
+            address,
+            advice=f"correct {Env.RAY_ADDRESS}, or unset it for a cluster on this machine alone",
             runtime_env=runtime_env,
             log_to_driver=True,
             logging_level=logging.WARNING,
-            **own_address(address),
         )
     else:
         notes = _start_local(spec, runtime_env)
@@ -81,6 +88,22 @@ def ray_session(spec: JobSpec) -> Iterator[Session]:
         yield _described(is_local=not address, notes=notes)
     finally:
         ray.shutdown()
+
+
+def connect(address: str, *, advice: str, **options: Any) -> None:
+    """Connects to a cluster that is there; `options` are those of `ray.init`.
+
+    Raises:
+        InputError: there is none; says what to do.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if host and port.isdecimal() and "://" not in address:
+            # Ray itself tries for minutes, and tells nobody.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        ray.init(address=address, **own_address(address), **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"no Ray cluster answers at {address}: {error}; {advice}") from error
 
 
 def _start_local(spec: JobSpec, runtime_env: dict[str, Any]) -> list[str]:
