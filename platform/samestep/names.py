@@ -220,6 +220,8 @@ class Tag(StrEnum):
 TAG_VERSION_PREFIX: Final = "samestep.version."
 TAG_SPEC_PREFIX: Final = "samestep.spec."
 """Before the path of a field that was changed after the run began: MLflow's params can't."""
+TAG_PACKAGE: Final = "samestep.package"
+"""Of a model in MLflow: the digest of its package, by which one that was made is found again."""
 
 
 class Series(StrEnum):

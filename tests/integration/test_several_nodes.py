@@ -183,6 +183,49 @@ def test_two_runs_on_one_cluster_never_touch(
     assert [[str(incident.kind) for incident in one.incidents] for one in found] == [["crash"], []]
 
 
+def test_a_run_that_is_stopped_and_resumed_never_touches_the_other_on_the_cluster(
+    nodes: LocalNodes,
+    write_job: Callable[..., Path],
+    start_command: Callable[..., subprocess.Popen[str]],
+    wait_until: WaitUntil,
+    straight: Outcome,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    # Slow until the one is resumed, so that the other is at work all the time.
+    job = write_job(workers=1, mode="ddp", args={"pause_s": 3.0, "gate": str(gate)})
+    stopped, calm = (Storage.at(str(tmp_path / "runs" / name)) for name in ("stopped", "calm"))
+
+    def num_steps(run: Storage, attempt: int = 1) -> int:
+        past = read_past(run) if run.exists("spec.yaml") else None
+        return past.num_steps if past is not None and len(past.attempts) == attempt else 0
+
+    first, other = (
+        start_command("train", job, "--name", name, cwd=tmp_path) for name in ("stopped", "calm")
+    )
+    wait_until(lambda: num_steps(stopped) and num_steps(calm), 120, "both runs train")
+    first.terminate()
+    output, _ = first.communicate(timeout=120)
+    assert first.returncode == ExitStatus.INTERRUPTED, output
+    stopped_at = num_steps(stopped)
+    assert 0 < stopped_at < 12
+    assert other.poll() is None
+    again = start_command("train", job, "--name", "stopped", cwd=tmp_path)
+    wait_until(lambda: num_steps(stopped, 2) > stopped_at, 120, "the run has gone on")
+    (gate / "fast").touch()
+    for command in (again, other):
+        output, _ = command.communicate(timeout=120)
+        assert command.returncode == 0, output
+    assert [digest_of(run.root) for run in (stopped, calm)] == [straight.digest] * 2
+    found = [summarize(run) for run in (stopped, calm)]
+    starts = [[attempt.start_step for attempt in one.attempts] for one in found]
+    assert starts == [[0, stopped_at], [0]]
+    assert [(one.num_redone, list(one.incidents)) for one in found] == [(0, [])] * 2
+
+
 def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
     nodes: LocalNodes, write_job: Callable[..., Path], tmp_path: Path
 ) -> None:

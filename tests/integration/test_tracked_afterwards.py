@@ -17,7 +17,9 @@ from samestep.checkpoint.writing import write_files
 from samestep.names import LEDGER_ARTIFACT, Series, Tag
 from samestep.replay.fork import fork_run
 from samestep.replay.report_delivery import deliver
+from samestep.spec import dump_spec
 from samestep.telemetry.mlflow_client import load_mlflow
+from samestep.telemetry.sinks import deliver_rest
 from samestep.telemetry.tracking_file import read_tracked, write_tracked
 
 INCIDENT = "exception-step-00000002-attempt-1"
@@ -95,6 +97,40 @@ def test_mlflow_gets_no_secret_of_the_job_nor_one_that_a_failure_tells(
     read["mlflow.db"] = (tmp_path / "runs" / "mlflow.db").read_bytes()
     assert {"spec.yaml", "params.json", "incident.json"} <= read.keys()
     assert [name for name, data in read.items() if b"hush" in data] == []
+
+
+def test_artifacts_that_were_refused_at_the_end_are_delivered_on_request_and_only_once(
+    tmp_path: Path, make_story: MakeStory
+) -> None:
+    artifacts = tmp_path / "runs" / "mlartifacts"
+    artifacts.parent.mkdir()
+    artifacts.write_text("in the way of the folder")
+    story = make_story(tracking={"registered_model": "scored"})
+    story.open()
+    story.begin(0)
+    story.steps(0, 3)
+    Storage.at(story.uri).write("model/MLmodel", b"flavors: {}")
+    end(story, step=3)
+    assert sum("MLflow does not take artifacts" in text for text in story.heard()) == 1
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    before = only_run(uri)
+    assert before.info.status == "FINISHED"
+    client = load_mlflow().MlflowClient(tracking_uri=uri)
+    assert client.search_registered_models() == []
+    known = {"run": "a", "spec_yaml": dump_spec(story.spec)}
+    artifacts.unlink()
+    told = deliver_rest(story.plan(), story.uri, **known)
+    assert any("the model is version 1 of scored" in line for line in told)
+    assert deliver_rest(story.plan(), story.uri, **known) == []
+    after = only_run(uri)
+    assert (after.info.run_id, after.info.status) == (before.info.run_id, "FINISHED")
+    [model] = client.search_logged_models([after.info.experiment_id])
+    assert (model.name, str(model.status)) == ("model", "READY")
+    assert [output.model_id for output in after.outputs.model_outputs] == [model.model_id]
+    [version] = client.search_model_versions("name = 'scored'")
+    assert version.source == model.artifact_location
+    found = {path.name for path in artifacts.rglob("*") if path.is_file()}
+    assert {"MLmodel", LEDGER_ARTIFACT, "spec.yaml"} <= found
 
 
 def delivered(story: Story) -> Storage:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from samestep.errors import SamestepError
-from samestep.names import Env, Tag
+from samestep.names import TAG_PACKAGE, Env, Tag
 from samestep.scratch import scratch_folder
 from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.tracking_file import without_password
@@ -180,17 +180,30 @@ class MlflowRun:
         ]
         self._call("log_inputs", datasets=inputs)
 
-    def create_model(self, name: str, step: int) -> str:
-        """Makes room for a model of this run; returns its id."""
+    def create_model(self, name: str, step: int, *, digest: str) -> str:
+        """Makes room for a model of this run; returns its id.
+
+        The same package gets the same room again: whoever was not answered, or could not fill it,
+        leaves no second model behind.
+        """
         try:
-            model = self._client.create_logged_model(
-                self.experiment_id, name=name, source_run_id=self.run_id
-            )
-            output = self._mlflow.entities.LoggedModelOutput(model_id=model.model_id, step=step)
-            self._client.log_outputs(self.run_id, models=[output])
+            model_id = self._model(name, digest)
+            if model_id is None:
+                model = self._client.create_logged_model(
+                    self.experiment_id,
+                    name=name,
+                    source_run_id=self.run_id,
+                    tags={TAG_PACKAGE: digest},
+                )
+                model_id = str(model.model_id)
+            outputs = self._client.get_run(self.run_id).outputs
+            linked = outputs.model_outputs if outputs else []
+            if model_id not in [output.model_id for output in linked]:
+                output = self._mlflow.entities.LoggedModelOutput(model_id=model_id, step=step)
+                self._client.log_outputs(self.run_id, models=[output])
         except Exception as error:
             raise _told(error) from error
-        return str(model.model_id)
+        return model_id
 
     def fill_model(self, model_id: str, folder: Path) -> None:
         """Stores the files of a model, and says that it is ready."""
@@ -262,6 +275,13 @@ class MlflowRun:
             return None
         here = found.info.experiment_id == self.experiment_id
         return found if here and found.info.lifecycle_stage == "active" else None
+
+    def _model(self, name: str, digest: str) -> str | None:
+        found = self._client.search_logged_models(
+            [self.experiment_id],
+            filter_string=f"source_run_id = '{self.run_id}' AND name = '{name}'",
+        )
+        return next((str(m.model_id) for m in found if m.tags.get(TAG_PACKAGE) == digest), None)
 
     def _find(self, key: str) -> Any:
         found = self._client.search_runs(

@@ -28,13 +28,7 @@ from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.identity import read_result
 from samestep.telemetry.mlflow_client import MlflowRun, Point
 from samestep.telemetry.mlflow_delivery import ENDED, KILLED, RUNNING, Delivery
-from samestep.telemetry.mlflow_upload import (
-    FileStore,
-    FileUpload,
-    ModelStore,
-    ModelUpload,
-    Refusals,
-)
+from samestep.telemetry.mlflow_upload import ArtifactStore, Upload
 from samestep.telemetry.records import StepRecord
 from samestep.telemetry.reports import WorkerReport
 from samestep.telemetry.sink import RunInfo, StartOver
@@ -54,7 +48,7 @@ REQUIRED_TIMEOUT_S: Final = 45.0
 logger = logging.getLogger(__name__)
 
 
-class TrackedRun(FileStore, ModelStore, Protocol):
+class TrackedRun(ArtifactStore, Protocol):
     """What a delivery needs of `mlflow_client.MlflowRun`."""
 
     run_id: str
@@ -130,16 +124,14 @@ class MlflowSink:
         self._info = info
         self._run: Storage = info.run
         self._tracked = tracked_for(info.run, self._uri, self._experiment)
-        refusals = Refusals(info)
-        self._files = FileUpload(info, refusals)
-        self._models = ModelUpload(info, refusals)
+        self._upload = Upload(info, self._clock)
         if self._required and not info.returning:
             self._check()
         return self._tracked.position
 
     def take(self, lines: Sequence[Line], *, more: bool) -> None:
-        """Delivers lines and notes it."""
-        if not lines:
+        """Delivers lines, and artifacts that were refused before, and notes it."""
+        if not lines and not self._upload.is_overdue(self._tracked):
             return
         try:
             client = self._connected()
@@ -151,11 +143,7 @@ class MlflowSink:
                 client.set_tags(delivery.tags)
             if delivery.datasets:
                 client.log_datasets(delivery.datasets)
-            ended = delivery.status in ENDED
-            if delivery.attempt_changed or delivery.status:
-                delivery.tracked = self._files.deliver(client, delivery.tracked, ended=ended)
-            if ended:
-                delivery.tracked = self._models.deliver(client, delivery.tracked, self._keep_models)
+            self._deliver_artifacts(client, delivery)
             if delivery.status:
                 delivery.tracked = self._set_status(client, delivery.status, delivery.tracked)
         except StartOver:
@@ -278,7 +266,7 @@ class MlflowSink:
             if tracked.position != START:
                 self._client = client
                 raise StartOver
-        self._keep(self._files.deliver(client, self._tracked, ended=False))
+        self._keep(self._upload.deliver(client, self._tracked, self._keep_models, end_step=None))
         if info.returning and client.status in ENDED and read_result(self._run) is None:
             # Somebody took the run for dead while its recorder was being started again.
             self._keep(self._set_status(client, RUNNING, self._tracked))
@@ -288,6 +276,20 @@ class MlflowSink:
             self._introduced = True
         self._client = client
         return client
+
+    def _deliver_artifacts(self, client: TrackedRun, delivery: Delivery) -> None:
+        before = self._tracked
+        is_overdue = self._upload.is_overdue(before)
+        if not (is_overdue or delivery.attempt_changed or delivery.status):
+            return
+        end_step = None
+        if delivery.status in ENDED:
+            end_step = delivery.tracked.next_step
+        elif is_overdue and before.status in ENDED:  # lines that follow are of a run that goes on
+            end_step = before.next_step
+        delivery.tracked = self._upload.deliver(
+            client, delivery.tracked, self._keep_models, end_step=end_step
+        )
 
     def _set_status(self, client: TrackedRun, status: str, tracked: Tracked) -> Tracked:
         """Sets a run's status in MLflow; RUNNING is written down before, an end after."""

@@ -1,6 +1,7 @@
 """Takes a run's files and packed models to MLflow, and one of the models into its registry.
 
-Metrics never wait for them: what MLflow does not take is told once.
+Metrics never wait for them: what MLflow does not take is told once, noted in `mlflow.json` and
+offered again.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -32,6 +34,7 @@ from samestep.scratch import scratch_folder
 from samestep.spec import dump_spec
 from samestep.telemetry import provenance
 from samestep.telemetry.ledger import segments
+from samestep.telemetry.mlflow_delivery import ENDED
 from samestep.telemetry.sink import RunInfo
 from samestep.telemetry.tracking_file import Tracked
 from samestep.telemetry.tracking_names import flatten
@@ -43,6 +46,10 @@ MAX_LEDGER_BYTES: Final = 256 << 20
 GZIP: Final = 31
 """zlib's word for a gzip file; without a time in it, so that equal ledgers are equal files."""
 LEVEL: Final = 3
+RETRY_S: Final = 60.0
+"""Least time between a refusal and the next offer while nothing new is due."""
+MAX_SHARE: Final = 0.1
+"""Of the time, for offers that are refused: one may take minutes, and metrics wait behind it."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +64,8 @@ class FileStore(Protocol):
 class ModelStore(Protocol):
     """What the upload of models needs of it."""
 
-    def create_model(self, name: str, step: int) -> str:
-        """Makes room for a model; returns its id."""
+    def create_model(self, name: str, step: int, *, digest: str) -> str:
+        """Makes room for a model, once for each package; returns its id."""
 
     def fill_model(self, model_id: str, folder: Path) -> None:
         """Stores a model's files."""
@@ -77,7 +84,10 @@ class Refusals:
     def tell(self, error: SamestepError) -> None:
         """Says why, the first time."""
         if not self._is_told:
-            self._info.say(f"MLflow does not take artifacts ({error}); metrics go on")
+            self._info.say(
+                f"MLflow does not take artifacts ({error}); metrics go on, and the artifacts are "
+                "offered again, at the latest when the run is started again"
+            )
             logger.info("run=%s MLflow does not take artifacts: %s", self._info.name, error)
         self._is_told = True
 
@@ -100,8 +110,9 @@ class FileUpload:
             ended: the run has come to an end, and so has its ledger for now.
 
         Returns:
-            What is there now.
+            What is there now, and whether something is lacking.
         """
+        refused = False
         try:
             for name, data in [*self._files(), *(self._ledger() if ended else [])]:
                 digest = hashlib.sha256(data).hexdigest()
@@ -110,7 +121,9 @@ class FileUpload:
                     tracked = replace(tracked, files={**tracked.files, name: digest})
         except SamestepError as error:
             self._refusals.tell(error)
-        return tracked
+            refused = True
+        lacks_end = refused if ended else tracked.lacks_end
+        return replace(tracked, lacks_files=refused, lacks_end=lacks_end)
 
     def _files(self) -> list[tuple[str, bytes]]:
         params = json.dumps(flatten(self._spec.model_dump(mode="json")), indent=1, sort_keys=True)
@@ -148,7 +161,7 @@ class ModelUpload:
         self._refusals = refusals
 
     def deliver(
-        self, store: ModelStore, tracked: Tracked, keep: Callable[[Tracked], None]
+        self, store: ModelStore, tracked: Tracked, keep: Callable[[Tracked], None], *, step: int
     ) -> Tracked:
         """Stores what is packed and not there yet, and registers what the job asks for.
 
@@ -156,18 +169,33 @@ class ModelUpload:
             store: the run in MLflow.
             tracked: what is there.
             keep: notes what is there from then on, so that nothing is made twice.
+            step: that the run ended at.
 
         Returns:
-            What is there now.
+            What is there now, and whether something is lacking.
         """
         before = tracked
-        final_id, files = self._delivered(store, MODEL_DIR, tracked.model_id, tracked)
-        tracked = replace(tracked, model_id=final_id, files=files)
-        best_id, files = self._delivered(store, BEST_MODEL_DIR, tracked.best_model_id, tracked)
-        tracked = replace(tracked, best_model_id=best_id, files=files)
-        chosen = best_id or final_id
+        files, refused = tracked.files, False
+        ids = {MODEL_DIR: tracked.model_id, BEST_MODEL_DIR: tracked.best_model_id}
+        for folder, known in ids.items():
+            try:
+                ids[folder], digest = self._delivered(store, folder, known, files, step)
+            except SamestepError as error:
+                self._refusals.tell(error)
+                ids[folder], digest, refused = None, None, True
+            files = {name: there for name, there in files.items() if name != folder}
+            files |= {folder: digest} if digest else {}
+        tracked = replace(
+            tracked,
+            files=files,
+            model_id=ids[MODEL_DIR],
+            best_model_id=ids[BEST_MODEL_DIR],
+            lacks_end=tracked.lacks_end or refused,
+        )
+        chosen = tracked.best_model_id or tracked.model_id
         name = self._info.spec.tracking.registered_model
-        if chosen is not None and name is not None and chosen != tracked.registered:
+        # A model that was refused may be the one to choose.
+        if chosen and name and chosen != tracked.registered and not refused:
             self._register(store, chosen, name)
             tracked = replace(tracked, registered=chosen)
         if tracked != before:
@@ -175,28 +203,28 @@ class ModelUpload:
         return tracked
 
     def _delivered(
-        self, store: ModelStore, folder: str, model_id: str | None, tracked: Tracked
-    ) -> tuple[str | None, dict[str, str]]:
-        """Id in MLflow of the model that is packed in a folder, and what is there then."""
+        self,
+        store: ModelStore,
+        folder: str,
+        model_id: str | None,
+        files: Mapping[str, str],
+        step: int,
+    ) -> tuple[str | None, str | None]:
+        """Id in MLflow of the model that is packed in a folder, and its digest."""
         names = self._run.walk(folder)
-        files = {name: digest for name, digest in tracked.files.items() if name != folder}
         if f"{folder}/{MODEL_FILE}" not in names:
-            return None, files
+            return None, None
         digest = hashlib.sha256(self._run.read(f"{folder}/{MODEL_FILE}")).hexdigest()
-        if tracked.files.get(folder) == digest:
-            return model_id, tracked.files
-        try:
-            with scratch_folder("model") as temporary:
-                for name in names:
-                    path = temporary / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(self._run.read(name))
-                made = store.create_model(folder, tracked.next_step)
-                store.fill_model(made, temporary / folder)
-        except SamestepError as error:
-            self._refusals.tell(error)
-            return None, files
-        return made, {**files, folder: digest}
+        if files.get(folder) == digest:
+            return model_id, digest
+        with scratch_folder("model") as temporary:
+            for name in names:
+                path = temporary / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self._run.read(name))
+            made = store.create_model(folder, step, digest=digest)
+            store.fill_model(made, temporary / folder)
+        return made, digest
 
     def _register(self, store: ModelStore, model_id: str, name: str) -> None:
         """Tries it once: a registry that refuses now does so later."""
@@ -212,3 +240,57 @@ class ModelUpload:
                 "run. Set tracking.registered_model to another name, or to null"
             )
             logger.info("run=%s the model is not registered: %s", self._info.name, error)
+
+
+class ArtifactStore(FileStore, ModelStore, Protocol):
+    """What the upload of artifacts needs of it."""
+
+
+class Upload:
+    """All artifacts of a run, and when those that MLflow refused are offered again.
+
+    Args:
+        info: the run.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, info: RunInfo, clock: Callable[[], float]) -> None:
+        refusals = Refusals(info)
+        self._files = FileUpload(info, refusals)
+        self._models = ModelUpload(info, refusals)
+        self._clock = clock
+        self._refused_s, self._pause_s = -math.inf, RETRY_S
+
+    def is_overdue(self, tracked: Tracked) -> bool:
+        """Whether artifacts are lacking, and to be offered now although nothing new is due."""
+        # Once the run goes on, its ledger and its models wait for its next end.
+        lacks = tracked.lacks_files or (tracked.lacks_end and tracked.status in ENDED)
+        return lacks and not 0 <= self._clock() - self._refused_s < self._pause_s
+
+    def deliver(
+        self,
+        store: ArtifactStore,
+        tracked: Tracked,
+        keep: Callable[[Tracked], None],
+        *,
+        end_step: int | None,
+    ) -> Tracked:
+        """Stores what is new, changed or lacking.
+
+        Args:
+            store: the run in MLflow.
+            tracked: what is there.
+            keep: as `ModelUpload.deliver` says.
+            end_step: that the run ended at; None: it goes on.
+
+        Returns:
+            What is there now, and whether something is lacking.
+        """
+        started_s = self._clock()
+        tracked = self._files.deliver(store, tracked, ended=end_step is not None)
+        if end_step is not None:
+            tracked = self._models.deliver(store, tracked, keep, step=end_step)
+        if tracked.lacks_files or (end_step is not None and tracked.lacks_end):
+            self._refused_s = self._clock()
+            self._pause_s = max(RETRY_S, (self._refused_s - started_s) / MAX_SHARE)
+        return tracked

@@ -203,6 +203,8 @@ def open_recorder(
 def deliver_rest(plan: SinkPlan, run_uri: str, *, run: str, spec_yaml: str) -> list[str]:
     """Delivers to MLflow what a run that is over could not; takes no time where nothing waits.
 
+    That is lines of the ledger, and artifacts that were refused.
+
     Returns:
         Lines for people: nothing where there was nothing to do.
 
@@ -216,7 +218,8 @@ def deliver_rest(plan: SinkPlan, run_uri: str, *, run: str, spec_yaml: str) -> l
 
     storage = Storage.at(run_uri)
     tracked = read_tracked(storage)
-    if not Spool(storage, tracked.position if tracked else START).read(1):
+    lacks_artifacts = tracked is not None and (tracked.lacks_files or tracked.lacks_end)
+    if not lacks_artifacts and not Spool(storage, tracked.position if tracked else START).read(1):
         return []
     recorder = open_recorder(replace(plan, metrics=None), run_uri, run=run, spec_yaml=spec_yaml)
     try:

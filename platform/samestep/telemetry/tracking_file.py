@@ -12,7 +12,9 @@ from samestep.errors import StorageError
 from samestep.names import TRACKING_FILE
 from samestep.telemetry.spool import START, Position
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""Files of format 1 do not tell what MLflow refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class Tracked:
         model_id: of the final model in MLflow; None until it is there.
         best_model_id: of the best model, where that is another.
         registered: id of the model that was registered, or refused by the registry.
+        lacks_files: MLflow refused a file; it is offered again.
+        lacks_end: it refused the ledger or a model at an end of the run; they are offered again
+            while the run has not gone on, and at its next end.
         history: what the attempts ran as, for people.
         status: the run's in MLflow, as far as it was set from here; RUNNING is written down
             before it is set, so that no run is RUNNING there without being so here.
@@ -52,6 +57,8 @@ class Tracked:
     model_id: str | None = None
     best_model_id: str | None = None
     registered: str | None = None
+    lacks_files: bool = False
+    lacks_end: bool = False
     history: str = ""
     status: str | None = None
     settled_try_s: float = 0.0
@@ -69,7 +76,7 @@ def read_tracked(run: Storage) -> Tracked | None:
     try:
         data = json.loads(run.read(TRACKING_FILE))
         version = data.pop("format")
-        if version == FORMAT:
+        if version in READABLE:
             return Tracked(**{**data, "position": Position(**data["position"])})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(
@@ -77,8 +84,8 @@ def read_tracked(run: Storage) -> Tracked | None:
             "as another MLflow run"
         ) from error
     raise StorageError(
-        f"{path} has format {version!r}; this samestep reads format {FORMAT}: use the version "
-        "that wrote it"
+        f"{path} has format {version!r}; this samestep reads {READABLE[0]} to {FORMAT}: use the "
+        "version that wrote it"
     )
 
 

@@ -17,9 +17,15 @@ from samestep.telemetry.datasets import DatasetInfo
 from samestep.telemetry.ledger import HEADER, read_ledger
 from samestep.telemetry.mlflow_client import Point, TrackingError
 from samestep.telemetry.mlflow_sink import MlflowSink
+from samestep.telemetry.mlflow_upload import RETRY_S
 from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import StepRecord
-from samestep.telemetry.tracking_file import read_tracked, without_password
+from samestep.telemetry.tracking_file import (
+    Tracked,
+    read_tracked,
+    without_password,
+    write_tracked,
+)
 
 URI = "http://me:secret@host:5000"
 JOB = {"workload": "a:B", "batch_size": 8, "shards": 2, "max_steps": 100}
@@ -31,6 +37,7 @@ class Server:
     def __init__(self) -> None:
         self.runs: dict[str, FakeRun] = {}
         self.away = self.deaf = self.no_files = self.no_registry = False
+        self.no_models: set[str] = set()
         self.num_connections = 0
         self.now_s = 1_000.0
 
@@ -56,9 +63,13 @@ class FakeRun:
         self.points: set[Point] = set()
         self.tags: dict[str, str] = {}
         self.files: dict[str, bytes] = {}
+        self.sent: list[str] = []
         self.statuses: list[str] = []
         self.models: dict[str, list[str]] = {}
+        self.made: dict[tuple[str, str], str] = {}
         self.names: dict[str, str] = {}
+        self.steps: dict[str, int] = {}
+        self.num_filled = 0
         self.datasets: list[DatasetInfo] = []
         self.registered: list[tuple[str, str, str]] = []
         self.start_ms = 1_000_000
@@ -90,15 +101,17 @@ class FakeRun:
         self._reached()
         if self.server.no_files:
             raise TrackingError("no bucket")
+        self.sent.append(name)
         self.files[name] = data
 
     def log_datasets(self, found: Sequence[DatasetInfo]) -> None:
         self._reached()
         self.datasets += found
 
-    def create_model(self, name: str, step: int) -> str:
-        model_id = f"m-{len(self.models)}"
+    def create_model(self, name: str, step: int, *, digest: str) -> str:
+        model_id = self.made.setdefault((name, digest), f"m-{len(self.made)}")
         self.names[model_id] = name
+        self.steps[model_id] = step
         return model_id
 
     def register_model(self, model_id: str, *, name: str, alias: str) -> str:
@@ -108,6 +121,9 @@ class FakeRun:
         return str(len(self.registered))
 
     def fill_model(self, model_id: str, folder: Path) -> None:
+        if self.server.no_files or self.names[model_id] in self.server.no_models:
+            raise TrackingError("no bucket")
+        self.num_filled += 1
         self.models[model_id] = sorted(path.name for path in folder.iterdir())
 
     def losses(self) -> list[tuple[int, float]]:
@@ -276,8 +292,100 @@ def test_artifacts_that_are_refused_hold_up_no_metrics_and_are_told_once(
     (run,) = server.runs.values()
     assert len(run.losses()) == 3
     assert run.files == {}
-    texts = [item["text"] for item in recorder.status()["messages"]]
+    texts = texts_of(recorder)
     assert sum("does not take artifacts (no bucket)" in text for text in texts) == 1
+
+
+ARTIFACTS = ["ledger.jsonl.gz", "params.json", "requirements.txt", "spec.yaml"]
+
+
+def test_artifacts_that_were_refused_at_the_end_come_with_the_next_start_and_only_once(
+    run: Storage, server: Server, open_recorder: Any, tell: Any
+) -> None:
+    server.no_files = True
+    recorder = open_recorder(**REGISTERED)
+    end_with_models(run, recorder, tell(recorder, 0, 3), "model", "best_model")
+    (only,) = server.runs.values()
+    assert (only.status, only.sent, only.models, only.registered) == ("FINISHED", [], {}, [])
+    open_recorder(**REGISTERED).close()  # still refused
+    server.no_files = False
+    for _ in range(2):
+        open_recorder(**REGISTERED).close()
+        assert sorted(only.sent) == ARTIFACTS
+        assert only.names == {"m-0": "model", "m-1": "best_model"}
+        assert (only.num_filled, set(only.steps.values())) == (2, {3})
+        assert only.registered == [("m-1", "digits", "champion")]
+        assert (only.status, only.statuses) == ("FINISHED", ["FINISHED"])
+    kept = [json.loads(line) for line in gzip.decompress(only.files[LEDGER_ARTIFACT]).splitlines()]
+    assert [line for line in kept if line["type"] != HEADER] == list(read_ledger(run))
+
+
+def test_the_model_of_an_end_comes_late_though_the_run_goes_on(
+    run: Storage, server: Server, open_recorder: Any, tell: Any
+) -> None:
+    server.no_files = True
+    recorder = open_recorder()
+    end_with_models(run, recorder, tell(recorder, 0, 3), "model")
+    server.no_files = False
+    recorder = open_recorder()
+    attempt = tell(recorder, 3, 5)
+    assert recorder.drain() == []
+    (only,) = server.runs.values()
+    assert sorted(only.sent) == ARTIFACTS
+    assert (only.names, only.steps, only.status) == ({"m-0": "model"}, {"m-0": 3}, "RUNNING")
+    run.write("model/MLmodel", b"of five steps")
+    finish(recorder, attempt, "done")
+    assert sorted(only.sent) == sorted([*ARTIFACTS, LEDGER_ARTIFACT])
+    assert (only.num_filled, only.steps) == (2, {"m-0": 3, "m-1": 5})
+
+
+def test_no_model_is_registered_in_place_of_a_better_one_that_was_refused(
+    run: Storage, server: Server, open_recorder: Any, tell: Any
+) -> None:
+    recorder = open_recorder(**REGISTERED)
+    attempt = tell(recorder, 0, 3)
+    assert recorder.drain() == []
+    (only,) = server.runs.values()
+    server.no_models.add("best_model")
+    end_with_models(run, recorder, attempt, "model", "best_model")
+    assert only.models == {"m-0": ["MLmodel"]}
+    assert only.registered == []
+    server.no_models.clear()
+    open_recorder(**REGISTERED).close()
+    assert only.registered == [("m-1", "digits", "champion")]
+    assert only.num_filled == 2
+
+
+def test_files_that_were_refused_are_offered_again_once_a_minute_while_the_run_goes_on(
+    server: Server, open_recorder: Any, tell: Any, make_step: Any
+) -> None:
+    server.no_files = True
+    recorder = open_recorder()
+    attempt = tell(recorder, 0, 3)
+    assert recorder.drain() == []
+    (only,) = server.runs.values()
+    server.no_files = False
+    for sequence, now_s in enumerate([1_000.0 + RETRY_S - 1.0, 1_000.0 + RETRY_S], 2):
+        assert only.sent == []
+        server.now_s = now_s
+        recorder.push(attempt, "0", sequence, [make_step(sequence + 1).to_json()])
+        assert recorder.drain() == []
+    assert sorted(only.sent) == ARTIFACTS[1:]
+    recorder.close()
+
+
+def test_a_file_of_before_refusals_were_noted_is_read(run: Storage, server: Server) -> None:
+    tracked = Tracked(key="k", uri="u", experiment="e", run_id="r", status="FINISHED")
+    write_tracked(run, tracked)
+    kept = json.loads(run.read(TRACKING_FILE))
+    assert kept.pop("format") == 2
+    old = {name: value for name, value in kept.items() if not name.startswith("lacks_")}
+    assert len(old) == len(kept) - 2
+    run.write(TRACKING_FILE, json.dumps({"format": 1, **old}).encode())
+    assert read_tracked(run) == tracked
+    run.write(TRACKING_FILE, json.dumps({"format": 3, **kept}).encode())
+    with pytest.raises(StorageError, match=r"has format 3; this samestep reads 1 to 2"):
+        read_tracked(run)
 
 
 def test_incidents_and_the_packed_model_arrive(
