@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from samestep.checkpoint.storage import Storage
-from samestep.spec import dump_spec
+from samestep.spec import dump_spec, parse_spec
+from samestep.telemetry.mlflow_sink import MlflowSink
 from samestep.telemetry.prometheus_sink import PrometheusSink
 from samestep.telemetry.recorder import Recorder
 from samestep.telemetry.records import StepRecord
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from fake_mlflow import JOB, URI, Server
 from pages import SPEC, Open
 from recording import job
 
@@ -104,7 +106,7 @@ def open_page(run: Storage) -> Iterator[Open]:
 
 
 @pytest.fixture
-def tell(make_step: Callable[..., StepRecord]) -> Callable[..., int]:
+def tell_steps(make_step: Callable[..., StepRecord]) -> Callable[..., int]:
     """Begins an attempt that takes steps, and waits until the sinks have them."""
 
     def steps(recorder: Recorder, start: int, stop: int, source: str = "", **changes: Any) -> int:
@@ -113,6 +115,43 @@ def tell(make_step: Callable[..., StepRecord]) -> Callable[..., int]:
         records = [make_step(step, **changes).to_json() for step in range(start, stop)]
         recorder.push(attempt, "0", 1, records)
         recorder.drain()
+        return attempt
+
+    return steps
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def open_tracked(run: Storage, server: Server) -> Callable[..., Recorder]:
+    """Opens recorders of `run` that deliver to `server`."""
+
+    def make(uri: str = URI, *, required: bool = False, **fields: Any) -> Recorder:
+        sink = MlflowSink(
+            uri,
+            experiment="e",
+            required=required,
+            connect=server.connect,
+            interval_s=0.0,
+            clock=lambda: server.now_s,
+        )
+        spec = parse_spec({**JOB, **fields})
+        return Recorder(run.uri, run="r", spec_yaml=dump_spec(spec), sinks=[sink])
+
+    return make
+
+
+@pytest.fixture
+def tell(make_step: Callable[..., StepRecord]) -> Callable[..., int]:
+    """Tells a recorder of an attempt and its steps; gives the attempt's number."""
+
+    def steps(recorder: Recorder, start: int, stop: int, **info: Any) -> int:
+        known = {"start_step": start, "mode": "ddp", "world_size": 2, **info}
+        attempt = recorder.begin_attempt(known)
+        recorder.push(attempt, "0", 1, [make_step(s).to_json() for s in range(start, stop)])
         return attempt
 
     return steps

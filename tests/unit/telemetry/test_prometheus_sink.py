@@ -23,10 +23,10 @@ from samestep.telemetry.sink import RunInfo
 from samestep.telemetry.targets import announced
 
 
-def test_the_page_shows_what_the_run_did(open_page: Open, tell: Any) -> None:
+def test_the_page_shows_what_the_run_did(open_page: Open, tell_steps: Any) -> None:
     recorder, sink = open_page()
     timing = {"step_s": 0.01, "data_wait_s": 0.5}
-    attempt = tell(recorder, 0, 4, lr=[0.1, 0.2], metrics={"a b": 0.5}, timing=timing)
+    attempt = tell_steps(recorder, 0, 4, lr=[0.1, 0.2], metrics={"a b": 0.5}, timing=timing)
     incident = Incident(kind=IncidentKind.HANG, step=3, attempt=attempt, message="m")
     recorder.record_incident(attempt, incident.to_json())
     recorder.drain()
@@ -53,20 +53,20 @@ def test_the_page_shows_what_the_run_did(open_page: Open, tell: Any) -> None:
 
 
 def test_every_name_on_the_page_is_in_the_table_and_bears_the_run(
-    open_page: Open, tell: Any
+    open_page: Open, tell_steps: Any
 ) -> None:
     recorder, sink = open_page()
-    tell(recorder, 0, 2)
+    tell_steps(recorder, 0, 2)
     known = {name for metric in METRICS for name in series_of(metric)}
     samples = scrape(sink.url)
     assert {name for name, _ in samples} <= known
     assert {dict(labels)["run"] for _, labels in samples} == {"r"}
 
 
-def test_a_recorder_that_comes_back_goes_on_counting(open_page: Open, tell: Any) -> None:
+def test_a_recorder_that_comes_back_goes_on_counting(open_page: Open, tell_steps: Any) -> None:
     recorder, sink = open_page()
-    tell(recorder, 0, 6)
-    tell(recorder, 3, 8)
+    tell_steps(recorder, 0, 6)
+    tell_steps(recorder, 3, 8)
     before = scrape(sink.url)
     recorder.close()
     recorder, sink = open_page()
@@ -81,12 +81,12 @@ def test_a_recorder_that_comes_back_goes_on_counting(open_page: Open, tell: Any)
 
 
 def test_steps_taken_again_move_the_time_of_the_last_step_but_no_counter(
-    open_page: Open, tell: Any
+    open_page: Open, tell_steps: Any
 ) -> None:
     recorder, sink = open_page()
-    tell(recorder, 0, 6)
+    tell_steps(recorder, 0, 6)
     before = scrape(sink.url)
-    tell(recorder, 2, 4)
+    tell_steps(recorder, 2, 4)
     after = scrape(sink.url)
     assert value(after, Metrics.STEPS) == value(before, Metrics.STEPS) == 6
     assert value(after, Metrics.LAST_STEP) > value(before, Metrics.LAST_STEP)
@@ -125,14 +125,14 @@ def test_a_port_taken_by_another_program_is_refused_by_name(open_page: Open) -> 
 
 
 def test_two_runs_with_one_port_both_have_a_page_of_their_own(
-    run: Storage, open_page: Open, tell: Any
+    run: Storage, open_page: Open, tell_steps: Any
 ) -> None:
     first, first_sink = open_page()
-    tell(first, 0, 2)
+    tell_steps(first, 0, 2)
     port = int(first_sink.target.rpartition(":")[2])
     other = Storage.at(f"{run.uri}-other")
     second, second_sink = open_page(run=other, name="other", port=port)
-    tell(second, 0, 5)
+    tell_steps(second, 0, 5)
     assert value(scrape(first_sink.url), Metrics.STEPS) == 2
     samples = scrape(second_sink.url)
     assert samples[Metrics.STEPS.name, (("run", "other"),)] == 5
@@ -159,10 +159,10 @@ def test_a_closed_run_has_no_page_and_no_target(open_page: Open, run: Storage) -
     assert announced(Storage.at(run.uri.rpartition("/")[0])) == {}
 
 
-def test_what_waits_for_mlflow_is_shown(open_page: Open, tell: Any) -> None:
+def test_what_waits_for_mlflow_is_shown(open_page: Open, tell_steps: Any) -> None:
     status = {"mlflow": {"up": False, "run_id": "abc", "num_steps": 1}}
     recorder, sink = open_page(tracking=lambda: status)
-    tell(recorder, 0, 4)
+    tell_steps(recorder, 0, 4)
     samples = scrape(sink.url)
     assert value(samples, Metrics.TRACKING_UP) == 0
     assert value(samples, Metrics.TRACKING_WAITING) == 3
@@ -171,10 +171,10 @@ def test_what_waits_for_mlflow_is_shown(open_page: Open, tell: Any) -> None:
 
 
 def test_workers_are_shown_side_by_side_and_no_longer_than_their_attempt(
-    open_page: Open, tell: Any
+    open_page: Open, tell_steps: Any
 ) -> None:
     recorder, sink = open_page()
-    attempt = tell(recorder, 0, 4)
+    attempt = tell_steps(recorder, 0, 4)
     for world_rank, own_s in enumerate([1.0, 3.0]):
         assert recorder.report(
             {
@@ -203,10 +203,10 @@ def test_workers_are_shown_side_by_side_and_no_longer_than_their_attempt(
     assert not recorder.report({"attempt": attempt + 1})
 
 
-def test_time_is_accounted_and_goodput_told(open_page: Open, tell: Any) -> None:
+def test_time_is_accounted_and_goodput_told(open_page: Open, tell_steps: Any) -> None:
     recorder, sink = open_page()
     timing = {"step_s": 1e-6, "training_s": 1e-6, "elapsed_s": 1e-6}
-    tell(recorder, 0, 2, timing=timing)
+    tell_steps(recorder, 0, 2, timing=timing)
     samples = scrape(sink.url)
     parts = {part: value(samples, Metrics.TIME, part=part) for part in TimePart}
     assert 0 < parts[TimePart.KEPT] <= 1e-6
@@ -223,10 +223,10 @@ def test_time_is_accounted_and_goodput_told(open_page: Open, tell: Any) -> None:
     ],
 )
 def test_restarts_are_counted_by_what_ended_the_attempt_before(
-    open_page: Open, tell: Any, incident: IncidentKind | None, end: str | None, cause: str
+    open_page: Open, tell_steps: Any, incident: IncidentKind | None, end: str | None, cause: str
 ) -> None:
     recorder, sink = open_page()
-    attempt = tell(recorder, 0, 2)
+    attempt = tell_steps(recorder, 0, 2)
     if incident is not None:
         told = Incident(kind=incident, step=1, attempt=attempt, message="m").to_json()
         recorder.record_incident(attempt, told)
@@ -234,7 +234,7 @@ def test_restarts_are_counted_by_what_ended_the_attempt_before(
         recorder.finish(attempt, {"status": end, "step": 2})
         recorder.close()
         recorder, sink = open_page()
-    again = tell(recorder, 2, 4)
+    again = tell_steps(recorder, 2, 4)
     recovery = {"cause": "crash", "message": "", "planned": False, "workers": [2, 2]}
     recorder.recovered(again, {**recovery, "detected_s": None, "again_s": 0.5})
     recorder.drain()
@@ -246,14 +246,14 @@ def test_restarts_are_counted_by_what_ended_the_attempt_before(
 
 
 def test_recoveries_are_told_apart_by_whether_they_were_planned_and_by_where_the_state_was(
-    open_page: Open, tell: Any
+    open_page: Open, tell_steps: Any
 ) -> None:
     recorder, sink = open_page()
-    tell(recorder, 0, 4, source="start")
-    again = tell(recorder, 2, 5, source="checkpoint")
+    tell_steps(recorder, 0, 4, source="start")
+    again = tell_steps(recorder, 2, 5, source="checkpoint")
     fault = {"cause": "crash", "message": "lost", "planned": False, "workers": [2, 1]}
     recorder.recovered(again, {**fault, "detected_s": 0.25, "again_s": 0.75})
-    grown = tell(recorder, 5, 6, source="survivor")
+    grown = tell_steps(recorder, 5, 6, source="survivor")
     plan = {"cause": "grow", "message": "", "planned": True, "workers": [1, 2]}
     recorder.recovered(grown, {**plan, "detected_s": None, "again_s": 0.5})
     recorder.drain()
@@ -275,14 +275,14 @@ def test_recoveries_are_told_apart_by_whether_they_were_planned_and_by_where_the
 
 
 def test_checkpoints_snapshots_and_audits_are_counted_where_a_step_tells_of_one(
-    open_page: Open, tell: Any
+    open_page: Open, tell_steps: Any
 ) -> None:
     recorder, sink = open_page()
     idle = {"step_s": 0.01, "training_s": 0.01, "checkpoint_s": 1e-6, "elapsed_s": 0.01}
-    tell(recorder, 0, 2, timing=idle)
+    tell_steps(recorder, 0, 2, timing=idle)
     assert Metrics.LAST_SNAPSHOT.name not in {name for name, _ in scrape(sink.url)}
     kept = {"save_s": 0.5, "snapshot_s": 0.25, "snapshot_at_s": 1000.5, "audit_s": 0.125}
-    tell(recorder, 2, 3, timing={**idle, **kept})
+    tell_steps(recorder, 2, 3, timing={**idle, **kept})
     samples = scrape(sink.url)
     for name, total in (("checkpoint", 0.5), ("snapshot", 0.25), ("audit", 0.125)):
         assert samples[f"samestep_{name}_seconds_count", (("run", "r"),)] == 1
@@ -290,9 +290,9 @@ def test_checkpoints_snapshots_and_audits_are_counted_where_a_step_tells_of_one(
     assert value(samples, Metrics.LAST_SNAPSHOT) == 1000.5
 
 
-def test_a_run_that_has_ended_wants_no_workers(open_page: Open, tell: Any) -> None:
+def test_a_run_that_has_ended_wants_no_workers(open_page: Open, tell_steps: Any) -> None:
     recorder, sink = open_page()
-    attempt = tell(recorder, 0, 2)
+    attempt = tell_steps(recorder, 0, 2)
     recorder.finish(attempt, {"status": "done", "step": 2})
     recorder.drain()
     samples = scrape(sink.url)
@@ -301,19 +301,19 @@ def test_a_run_that_has_ended_wants_no_workers(open_page: Open, tell: Any) -> No
 
 
 def test_a_driver_that_died_without_a_word_is_a_cause_of_its_own(
-    open_page: Open, tell: Any
+    open_page: Open, tell_steps: Any
 ) -> None:
     recorder, _ = open_page()
-    tell(recorder, 0, 2)
+    tell_steps(recorder, 0, 2)
     recorder.close()
     recorder, sink = open_page()
-    tell(recorder, 2, 4)
+    tell_steps(recorder, 2, 4)
     assert value(scrape(sink.url), Metrics.RESTARTS, cause="driver_lost") == 1
 
 
-def test_saves_that_failed_are_counted(open_page: Open, tell: Any) -> None:
+def test_saves_that_failed_are_counted(open_page: Open, tell_steps: Any) -> None:
     recorder, sink = open_page()
-    attempt = tell(recorder, 0, 3)
+    attempt = tell_steps(recorder, 0, 3)
     part = {"num_parts": 1, "world_rank": 0, "keep": 1, "files": {}, "digests": []}
     for step in (2, 3):
         given = {**part, "step": step, "try_number": 1, "manifest": None, "error": "no space left"}
@@ -325,9 +325,9 @@ def test_saves_that_failed_are_counted(open_page: Open, tell: Any) -> None:
     assert value(samples, Metrics.INCIDENTS, kind="storage") == 1
 
 
-def test_a_loss_that_is_nan_is_shown_as_such(open_page: Open, tell: Any) -> None:
+def test_a_loss_that_is_nan_is_shown_as_such(open_page: Open, tell_steps: Any) -> None:
     recorder, sink = open_page()
-    tell(recorder, 0, 2, loss=math.nan)
+    tell_steps(recorder, 0, 2, loss=math.nan)
     assert math.isnan(value(scrape(sink.url), Metrics.LOSS))
 
 
@@ -349,14 +349,14 @@ class Gateway(BaseHTTPRequestHandler):
 
 
 def test_the_last_values_go_to_a_pushgateway_that_forgets_them_when_the_run_goes_on(
-    open_page: Open, tell: Any
+    open_page: Open, tell_steps: Any
 ) -> None:
     Gateway.requests.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         recorder, _ = open_page(gateway=f"http://127.0.0.1:{server.server_port}")
-        tell(recorder, 0, 4)
+        tell_steps(recorder, 0, 4)
         assert [method for method, _, _ in Gateway.requests] == ["DELETE"]
         recorder.close()
         server.shutdown()
@@ -366,21 +366,21 @@ def test_the_last_values_go_to_a_pushgateway_that_forgets_them_when_the_run_goes
     assert 'samestep_steps_total{run="r"} 4.0' in body
 
 
-def test_a_pushgateway_that_is_away_holds_up_nothing(open_page: Open, tell: Any) -> None:
+def test_a_pushgateway_that_is_away_holds_up_nothing(open_page: Open, tell_steps: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     recorder, _ = open_page(gateway=f"http://127.0.0.1:{port}")
-    tell(recorder, 0, 4)
+    tell_steps(recorder, 0, 4)
     texts = [item["text"] for item in recorder.status()["messages"]]
     assert any("can't be reached" in text and str(port) in text for text in texts)
     recorder.close()
 
 
 def test_two_thousand_workers_that_report_every_second_take_little_of_it(
-    open_page: Open, tell: Any
+    open_page: Open, tell_steps: Any
 ) -> None:
     recorder, sink = open_page()
-    attempt = tell(recorder, 0, 2)
+    attempt = tell_steps(recorder, 0, 2)
     report = {
         "attempt": attempt,
         "num_steps": 1,
