@@ -196,7 +196,7 @@ def test_a_run_that_is_stopped_and_resumed_never_touches_the_other_on_the_cluste
     gate = tmp_path / "gate"
     gate.mkdir()
     # Slow until the one is resumed, so that the other is at work all the time.
-    job = write_job(workers=1, mode="ddp", args={"pause_s": 3.0, "gate": str(gate)})
+    job = write_job(workers=1, mode="ddp", args={"pause_s": 5.0, "gate": str(gate)})
     stopped, calm = (Storage.at(str(tmp_path / "runs" / name)) for name in ("stopped", "calm"))
 
     def num_steps(run: Storage, attempt: int = 1) -> int:
