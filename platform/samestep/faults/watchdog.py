@@ -57,6 +57,7 @@ class Stall:
             "place": str(self.position),
             "still_s": self.still_s,
             "stacks": self.stacks,
+            "ends": self.ends,
         }
 
 

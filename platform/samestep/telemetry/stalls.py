@@ -24,6 +24,7 @@ class StalledWorker:
         place: the same for people.
         still_s: seconds without progress.
         stacks: of its threads.
+        ends: its process ends for it: where it stands it waits for no other worker.
     """
 
     world_rank: int
@@ -32,6 +33,7 @@ class StalledWorker:
     place: str
     still_s: float
     stacks: str
+    ends: bool = False
 
     @property
     def step(self) -> int:
@@ -52,7 +54,7 @@ class Stalls:
         self._workers: dict[int, StalledWorker] = {}
 
     def take(self, world_rank: int, host: str, report: Mapping[str, Any]) -> None:
-        """Takes in a worker's report: `order`, `place`, `still_s` and `stacks`."""
+        """Takes in a worker's report: `order`, `place`, `still_s`, `stacks` and `ends`."""
         if self._first_at is None:
             self._first_at = self._monotonic()
         step, phase, shard = report["order"]
@@ -63,6 +65,7 @@ class Stalls:
             place=str(report["place"]),
             still_s=float(report["still_s"]),
             stacks=str(report["stacks"]),
+            ends=bool(report.get("ends")),
         )
 
     @property
@@ -79,17 +82,19 @@ class Stalls:
     def settle(self, *, attempt: int, world_size: int, time_s: float) -> Incident | None:
         """The incident, and a new start; None when nobody stood still.
 
-        A worker that did not even tell is to blame before all others: it is stopped, cut off, or
-        holds the interpreter lock. Else it is the one that is behind.
+        To blame is who stands where nobody waits for another. Else it is a worker that did not even
+        tell: it is stopped, cut off, or holds the interpreter lock. Else the one that is behind.
         """
         told, self._workers, self._first_at = self._workers, {}, None
         if not told:
             return None
         silent = [rank for rank in range(world_size) if rank not in told]
-        behind = min(told.values(), key=lambda worker: (worker.order, worker.world_rank))
-        rest = [w for w in told.values() if silent or w.world_rank != behind.world_rank]
+        own = [worker for worker in told.values() if worker.ends]
+        behind = min(own or told.values(), key=lambda worker: (worker.order, worker.world_rank))
+        is_silent = bool(silent) and not own
+        rest = [w for w in told.values() if is_silent or w.world_rank != behind.world_rank]
         waiting = "; ".join(f"worker {w.world_rank} on {w.host} in {w.place}" for w in rest)
-        if silent:
+        if is_silent:
             ranks = ", ".join(map(str, silent))
             message = (
                 f"worker {ranks} said nothing for {behind.still_s:.0f} s (stopped, cut off, or "
@@ -105,11 +110,11 @@ class Stalls:
             kind=IncidentKind.HANG,
             step=behind.step,
             attempt=attempt,
-            world_rank=silent[0] if silent else behind.world_rank,
-            host="" if silent else behind.host,
+            world_rank=silent[0] if is_silent else behind.world_rank,
+            host="" if is_silent else behind.host,
             message=message,
             time=time_s,
-            traceback="" if silent else behind.stacks,
+            traceback="" if is_silent else behind.stacks,
             seen={
                 "silent": silent,
                 "workers": {

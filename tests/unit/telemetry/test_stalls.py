@@ -42,3 +42,18 @@ def test_a_worker_that_says_nothing_is_to_blame_once_the_others_had_time() -> No
     assert (incident.world_rank, incident.seen["silent"]) == (1, [1])
     assert "worker 1 said nothing for 10 s" in incident.message
     assert "worker 0 on a in exchange of step 2; worker 2 on c" in incident.message
+
+
+def test_a_worker_that_waits_for_nobody_is_to_blame_before_one_that_tells_too_late() -> None:
+    """On a busy machine a watchdog may be slow; whoever stands in a forward holds up the rest."""
+    stalls = Stalls()
+    stalls.take(0, "a", {**report(7, 5, "exchange of step 7"), "ends": False})
+    stalls.take(2, "c", {**report(7, 3, "forward of step 7, shard 2", 2), "ends": True})
+    incident = stalls.settle(attempt=1, world_size=3, time_s=0.0)
+    assert incident is not None
+    assert (incident.world_rank, incident.host, incident.seen["silent"]) == (2, "c", [1])
+    assert incident.message == (
+        "worker 2 on c made no progress for 10 s in forward of step 7, shard 2; waiting: worker 0 "
+        "on a in exchange of step 7"
+    )
+    assert incident.traceback == "in forward of step 7, shard 2"
