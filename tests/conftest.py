@@ -154,11 +154,21 @@ def _leaked_memory(before: set[Path]) -> list[str]:
 
 
 def _environment_of(process: psutil.Process, end: float) -> dict[str, str]:
-    """Empty where it has none, and for a moment while a program starts."""
+    """Empty where it has none left: Ray's processes write their title over it.
+
+    While a program starts there is nothing to read at all, for a moment.
+    """
     pause = threading.Event()
-    while not (found := process.environ()) and time.monotonic() < end:
+    while not _has_begun(process) and time.monotonic() < end:
         pause.wait(0.001)
-    return found
+    return process.environ()
+
+
+def _has_begun(process: psutil.Process) -> bool:
+    try:
+        return bool(Path(f"/proc/{process.pid}/environ").read_bytes())
+    except OSError:  # it has ended, is another user's, or this is not Linux
+        return True
 
 
 def _leaked_processes(before: set[int], mark: str) -> list[str]:
