@@ -101,7 +101,7 @@ def _no_data(self):
 
 {name}.data = {name}.evaluation_data = _no_data
 """
-SLOW_TO_TELL = 20.0
+SLOW_TO_TELL = 12.0
 
 
 def job(folder: str, settings: dict[str, Any], storage: Path) -> JobSpec:
