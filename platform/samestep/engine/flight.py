@@ -28,6 +28,7 @@ FLUSH_S: Final = 120.0
 LET_GO_S: Final = 0.5
 NEWS_S: Final = 5.0
 NEWS_POLL_S: Final = 0.02
+OF_ANOTHER: Final = "another worker of its node did not copy the state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class Flight:
         self._attempt = attempt
         self._pace = pace or Pace(cargo.part.num_parts)
         self._abandoned = threading.Event()
-        self._is_written = self._is_told = self._is_given_up = False
+        self._is_written = self._is_told = self._is_given_up = self._is_left = False
         self._doing = "copying the state"
         self._thread = threading.Thread(target=self._fly, name=THREAD_SAVE, daemon=True)
         self._thread.start()
@@ -105,6 +106,14 @@ class Flight:
                 self._writer.hurry()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def leave(self) -> None:
+        """As `abandon`, but of a worker that ends, which is no fault of the save.
+
+        Why the attempt ends is the incident; that its save is not completed only follows from it.
+        """
+        self._is_left = True
+        self.abandon()
 
     def abandon(self) -> None:
         """Lets the thread end soon; its part, if it is not written, counts as failed."""
@@ -143,6 +152,8 @@ class Flight:
 
     def _save(self) -> Answer | None:
         part = self._written()
+        if part is None:
+            return Answer(state="failed", message=OF_ANOTHER)
         # What could not be written needs no ledger, which may be on the storage that is full.
         failed = part.error is not None and not self._abandoned.is_set()
         if self._link is not None and not failed:
@@ -176,12 +187,13 @@ class Flight:
             if time.monotonic() > deadline or self._abandoned.wait(NEWS_POLL_S):
                 return
 
-    def _written(self) -> Part:
+    def _written(self) -> Part | None:
+        """What to tell; None where another worker of the node did not copy: that one tells why."""
         cargo, part = self._cargo, self._cargo.part
         try:
             live = self._copy()
-            self._doing = "waiting for the copies of the other workers of its node"
-            cargo.copying.wait_for_others(self._abandoned)
+            if not self._have_others_copied():
+                return None
             self._doing = "writing its files: its storage hangs or is too slow"
             written, manifest = self._write()
         except SamestepError as error:
@@ -208,6 +220,17 @@ class Flight:
         finally:
             self.copied.set()
 
+    def _have_others_copied(self) -> bool:
+        self._doing = "waiting for the copies of the other workers of its node"
+        try:
+            self._cargo.copying.wait_for_others(self._abandoned)
+        except CheckpointError as error:
+            if self._abandoned.is_set():
+                raise
+            logger.warning("attempt=%d step %d: %s", self._attempt, self.step, error)
+            return False
+        return True
+
     def _write(self) -> tuple[Written, str | None]:
         """This worker's files, and the manifest if it is worker 0."""
         outline, image = self._cargo.copying.outline, self._cargo.copying.image
@@ -224,7 +247,7 @@ class Flight:
         """Tells the recorder until it says how the save ended; None where it was given up."""
         self._doing = "waiting for the recorder"
         while not self._is_given_up:
-            answer = self._ask(part)
+            answer = self._ask(replace(part, has_left=self._is_left))
             if answer.state != "waiting":
                 return answer
             self._doing, self._is_told = f"waiting {answer.message}", True

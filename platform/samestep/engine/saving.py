@@ -293,7 +293,7 @@ class Saving:
         """
         flight, self._flight = self._flight, None
         if flight is not None and not flight.wait(wait_s):
-            flight.abandon()
+            flight.leave()
         self._process.close()
         if flight is not None:
             # After a lost peer every second counts; the thread ends by itself, and is refused.

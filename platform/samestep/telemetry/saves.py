@@ -44,6 +44,7 @@ class Part:
         files: by name, `num_bytes` and `sha256` of what it wrote.
         manifest: with the files of part 0 alone; None from others.
         error: why the part was not written; None where it was.
+        has_left: the worker ends; where its part was not written, nothing else is wrong.
         digests: of every part of the state, as this worker holds it; empty where the workers have
             compared the whole state before.
     """
@@ -56,6 +57,7 @@ class Part:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     manifest: str | None = None
     error: str | None = None
+    has_left: bool = False
     digests: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -193,7 +195,15 @@ class Saves:
 
     def _judge(self, save: _Save, part: Part, attempt: int) -> Answer:
         if part.error is not None:
-            return self._fail(part.step, attempt, f"worker {part.world_rank}: {part.error}")
+            why = f"worker {part.world_rank}: {part.error}"
+            if not part.has_left:
+                return self._fail(part.step, attempt, why)
+            # What ended the attempt is told by whom it befell.
+            logger.info(
+                "run=%s the save of step %d ends with its attempt", self._run.uri, part.step
+            )
+            self._clear(part.step)
+            return Answer(state="failed", message=why)
         if not save.is_whole:
             return Answer(state="waiting", message=save.waits_for())
         save.require_agreement()
@@ -236,14 +246,14 @@ class Saves:
         self.tell()
         if self._unlogged:  # else the event has told it
             self._say(message)
-        try:
-            self._clear(step)
-        except StorageError as error:
-            logger.warning("run=%s what step %d left stays: %s", self._run.uri, step, error)
+        self._clear(step)
         return Answer(state="failed", message=why)
 
     def _clear(self, step: int) -> None:
         """Gives back the room that the parts took, which may be what lacks."""
         folder = f"{names.CHECKPOINTS_DIR}/{step_name(step)}"
-        if not self._run.exists(f"{folder}/{names.MANIFEST_FILE}"):
-            self._run.delete(folder)
+        try:
+            if not self._run.exists(f"{folder}/{names.MANIFEST_FILE}"):
+                self._run.delete(folder)
+        except StorageError as error:
+            logger.warning("run=%s what step %d left stays: %s", self._run.uri, step, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from samestep.checkpoint.image import Image
 from samestep.checkpoint.job import WriteJob, Written
 from samestep.checkpoint.manifest import CheckpointMeta
+from samestep.checkpoint.marks import Marks
 from samestep.checkpoint.state import Parts, collect
 from samestep.checkpoint.storage import Storage
 from samestep.checkpoint.writer import InlineWriter
@@ -46,6 +48,7 @@ class Recorder:
     def __init__(self, answer: Callable[[Part], Answer]) -> None:
         self.answer = answer
         self.errors: list[str | None] = []
+        self.parts: list[Part] = []
         self.gate, self.asked = threading.Event(), threading.Event()
         self.gate.set()
 
@@ -55,6 +58,7 @@ class Recorder:
         self.asked.set()
         self.gate.wait(WAIT_S)
         self.errors.append(part.error)
+        self.parts.append(part)
         answer = self.answer(part)
         return {"state": answer.state, "message": answer.message, "digest": answer.digest}
 
@@ -88,7 +92,12 @@ def fly(tmp_path: Path) -> Iterator[Fly]:
     """Saves the state of a small net as worker 0 of two."""
     flown: list[Flight] = []
 
-    def start(recorder: Recorder, writer: InlineWriter | None = None, **fields: Any) -> Flight:
+    def start(
+        recorder: Recorder,
+        writer: InlineWriter | None = None,
+        marks: Marks | None = None,
+        **fields: Any,
+    ) -> Flight:
         net = nn.Linear(3, 2)
         parts = Parts(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
         outline = Outline.of(collect(parts, step=4, extras={}), num_parts=2)
@@ -109,7 +118,7 @@ def fly(tmp_path: Path) -> Iterator[Fly]:
             patience_s=0.0,
         )
         flight = Flight(
-            cargo,
+            replace(cargo, copying=replace(cargo.copying, marks=marks)),
             run=Storage.at(str(tmp_path / "run")),
             writer=writer or InlineWriter(),
             target=recorder,
@@ -174,6 +183,29 @@ def test_who_waited_in_vain_for_another_tells_for_whom(fly: Fly) -> None:
     text = "it was waited for 15 s and was still waiting for worker 1"
     assert flight.answer == Answer(state="failed", message=text)
     assert recorder.errors[-1] == text
+
+
+def test_what_a_worker_that_ends_leaves_undone_is_told_as_that(fly: Fly, tmp_path: Path) -> None:
+    recorder = Recorder(judged)
+    flight = fly(recorder, marks=Marks(tmp_path / "marks", 2))  # the other one never copies
+    assert flight.copied.wait(WAIT_S)
+    flight.leave()
+    assert flight.wait(WAIT_S)
+    assert [part.has_left for part in recorder.parts] == [True]
+    assert flight.answer == Answer(state="failed", message="it took too long and was given up")
+
+
+def test_who_waits_for_the_copy_of_another_that_failed_leaves_the_telling_to_it(
+    fly: Fly, tmp_path: Path
+) -> None:
+    recorder = Recorder(judged)
+    marks = Marks(tmp_path / "marks", 2)
+    flight = fly(recorder, marks=marks)
+    marks.set(1, 1, failed=True)
+    assert flight.wait(WAIT_S)
+    assert recorder.parts == []
+    text = "another worker of its node did not copy the state"
+    assert flight.answer == Answer(state="failed", message=text)
 
 
 def test_a_commit_is_noticed_at_once_when_training_begins_to_wait(fly: Fly) -> None:

@@ -106,6 +106,22 @@ def test_a_part_that_failed_fails_the_save_and_gives_its_room_back(
     assert sum("could not be saved: worker 0: still none" in text for text in told) == 1
 
 
+def test_a_part_of_a_worker_that_ends_is_no_incident_and_nobody_waits_for_it(
+    run: Storage, recorder: Recorder, push: Any, parts_of: Any
+) -> None:
+    attempt = begin(recorder)
+    push(recorder, attempt, 1, 0, 3)
+    first, second = parts_of(2)
+    recorder.part(attempt, first)
+    left = {**second, "files": {}, "error": "it was given up", "has_left": True}
+    told = {"state": "failed", "message": "worker 1: it was given up", "digest": ""}
+    assert recorder.part(attempt, left) == told
+    assert recorder.part(attempt, first) == told
+    assert list_incidents(run) == []
+    assert "checkpoint_failed" not in kinds(run)
+    assert not run.exists("checkpoints/step-00000002")
+
+
 def test_what_an_outage_kept_from_being_written_is_written_when_it_is_over(
     run: Storage, recorder: Recorder, push: Any, parts_of: Any
 ) -> None:
