@@ -40,8 +40,8 @@ from relay import target_of
 META = CheckpointMeta(numerics={}, spec={}, created_s=0.0)
 WARM_UP_STEPS = 5
 STEPS_BETWEEN = 50
-SETTLED_SNAPSHOTS = 3
-"""After so many the interval is that of warm memory."""
+SETTLED_SNAPSHOTS = 4
+"""After so many the interval is that of warm memory, and of what the steps after it take longer."""
 
 Task = dict[str, Any]
 

@@ -24,6 +24,7 @@ from samestep.checkpoint import shared_memory, snapshot
 from samestep.checkpoint.image import Image, Plan
 from samestep.checkpoint.split import Piece, split
 from samestep.checkpoint.state import Parts, collect, flatten
+from samestep.engine.drag import Drag
 from samestep.engine.node import Node
 from samestep.engine.peers import Peers
 from samestep.errors import StorageError
@@ -97,6 +98,7 @@ class Snapshots:
         self._every = 0 if every == "auto" else every
         self._next = self._first_after(first_step)
         self._timed_from = (first_step, monotonic())
+        self._drag = Drag()
         self._images: list[Image | None] = [None, None]
         self._num_taken = 0
         self.cost_s: float | None = None
@@ -160,6 +162,7 @@ class Snapshots:
         self._num_taken += 1
         ended_s = self._monotonic()
         self.cost_s = ended_s - started_s
+        self._drag.taken(self.cost_s)
         self._timed_from = (step, ended_s)
         self._next = step + max(self._every, 1)
         if not self._is_automatic:
@@ -167,6 +170,7 @@ class Snapshots:
 
     def after_exchange(self) -> None:
         """Every worker has taken another step since `take`: what was copied is whole."""
+        self._drag.exchanged(self._monotonic())
         copied, self._copied = self._copied, None
         if copied is None or self._node.local_rank > 0:
             return
@@ -217,7 +221,7 @@ class Snapshots:
         step_s = (now_s - self._timed_from[1]) / max(num_steps, 1)
         if self.cost_s is None or step_s <= 0:
             return FIRST_AFTER_STEPS  # the cost is known after this one
-        return max(1, math.ceil(self.cost_s / (MAX_SLOWDOWN * step_s)))
+        return max(1, math.ceil((self.cost_s + self._drag.seconds) / (MAX_SLOWDOWN * step_s)))
 
     def _path(self, turn: int) -> Path:
         folder = shared_memory.make_folder(self._run_uri)
