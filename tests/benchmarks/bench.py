@@ -54,7 +54,7 @@ import torch
 from incidents import AUDITED, BARE, BLOCK_STEPS, WATCHED
 from launches import LaunchError, launch
 from models import MODELS
-from ratios import bundle_row, save_rows, snapshot_row, step_rows
+from ratios import bundle_row, save_rows, snapshot_row, step_rows, watching_row
 from report import (
     print_bundles,
     print_checkpoints,
@@ -277,6 +277,7 @@ class Bench:
             launches = self._launches(task)
             row = {**task, "workers": self._options.workers, "launches_s": launches}
             row["engines"] = step_rows(launches, [BARE])
+            row |= watching_row(launches, BARE)
             found["watching"].append(row)
             print_watching(self._console, row, BARE, WATCHED_LIMITS)
         found["bundles"] = []

@@ -3,6 +3,9 @@
 The contenders share one engine, so that nothing but the watching differs, and take turns by blocks
 of steps: the link delivers behind the training, now and then, and what that takes must fall into
 the steps that are recorded. The recorder has a process of its own, as under Ray.
+
+Blocks differ by more than what is asked for, so the watching is put under a stopwatch as well: what
+it takes of a step in line, and what its thread and the recorder's process take of the cores beside.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,16 +24,18 @@ from typing import Any
 import torch.distributed as dist
 from contenders import CPU, Batches, Contender, Samestep, Step
 from models import MODELS
-from rounds import Times, alternate
+from rounds import alternate
 from saves import begun, shared_folder
 
 from samestep.checkpoint.storage import Storage
 from samestep.engine.detection import Detection
 from samestep.engine.peers import Peers
 from samestep.engine.recording import Recording, step_record, step_timing, values_of
+from samestep.engine.step import Reduced
 from samestep.exact import numerics
 from samestep.exact.ranges import NONE
 from samestep.incidents.record import Incident
+from samestep.names import THREAD_LINK
 from samestep.spec import JobSpec, dump_spec, parse_spec
 from samestep.telemetry.link import Link, Target
 from samestep.telemetry.timesheet import Timesheet
@@ -51,21 +57,27 @@ AUDITED = f"an audit every {BLOCK_STEPS} steps"
 Task = dict[str, Any]
 
 
-def watching(task: Task) -> dict[str, Times]:
-    """Step times by what is done beside them, the mean of a block per round."""
+def watching(task: Task) -> dict[str, Any]:
+    """Step times by what is done beside them, the mean of a block per round; as `alternate`.
+
+    `watching_s` has what the watching takes of a step by its own clocks: `in_line` and `beside`.
+    """
     with training_of(task) as training:
+        watched = training.watched
         contenders = [
             Contender(name=BARE, step=_blocks(training.exact.step), model=None),
             Contender(
                 name=WATCHED,
-                step=_blocks(training.watched.step),
+                step=_blocks(watched.step),
                 model=None,
-                settle=training.watched.settle,
+                settle=watched.settle,
             ),
             Contender(name=AUDITED, step=_blocks(_audited(training.exact)), model=None),
         ]
         found = alternate(contenders, task["rounds"], warm_up=1)
-    return {kind: {name: _per_step(of[name]) for name in of} for kind, of in found.items()}
+        costs_s = watched.costs_s
+    times = {kind: {name: _per_step(of[name]) for name in of} for kind, of in found.items()}
+    return {**times, "watching_s": costs_s}
 
 
 class Watched:
@@ -75,12 +87,17 @@ class Watched:
         keep: told each incident, in worker 0, and the records that may not be in the ledger.
     """
 
-    def __init__(self, exact: Samestep, peers: Peers, target: Target) -> None:
+    def __init__(
+        self, exact: Samestep, peers: Peers, target: Target, recorder_pid: int | None
+    ) -> None:
         attempt, is_first = begun(target, peers), peers.world_rank == 0
         self._exact, self._peers = exact, peers
         self._link = Link(target, attempt, "0", interval_s=INTERVAL_S) if is_first else None
         self._recording = Recording(self._link, attempt)
         self._timesheet = Timesheet()
+        self._recorder_pid = recorder_pid
+        self._num_steps, self._in_line_s, self._beside_s = 0, 0.0, 0.0
+        self._began_s: float | None = None
         self.keep: Callable[[Incident, Sequence[Any]], None] = lambda incident, records: None
         self.detection = Detection(
             exact.spec,
@@ -99,12 +116,15 @@ class Watched:
             number: of the step.
             loss: what the detectors are told instead of its own.
         """
+        if self._began_s is None:
+            self._began_s = self._cores_s()
         exact, began_s, waited_s = self._exact, time.perf_counter(), self._peers.wait_s
         plans = exact.plans(number)
         reduced = exact.compute(number, plans, self._recording.delivered)
         told = reduced if loss is None else replace(reduced, loss=loss)
-        judged = partial(self.detection.leaves_out, number, told, self._keep)
+        judged = partial(self._judged, number, told)
         updated = exact.update(number, reduced, leaves_out=judged)
+        updated_s = time.perf_counter()
         values = values_of(number, plans[0].epoch, reduced, updated)
         self._recording.note_delivered(reduced.delivered)
         self._recording.require_current()
@@ -117,16 +137,46 @@ class Watched:
         )
         model = exact.built.parts.model
         self.detection.look_at_weights(model, number, lambda incident: None)
+        self._in_line_s += time.perf_counter() - updated_s
+        self._num_steps += 1
 
     def settle(self) -> None:
         """Waits until all is in the ledger."""
         if self._link is not None:
             self._link.flush()
+        if self._began_s is not None:
+            self._beside_s += self._cores_s() - self._began_s
+            self._began_s = None
+
+    @property
+    def costs_s(self) -> dict[str, float]:
+        """Seconds of a step that the watching took so far: of its own, and on cores beside it."""
+        return {
+            "in_line": self._in_line_s / self._num_steps,
+            "beside": self._beside_s / self._num_steps,
+        }
 
     def close(self) -> None:
         """Ends the link."""
         if self._link is not None:
             self._link.close()
+
+    def _judged(self, number: int, told: Reduced, grad_norm: float, overflow: bool) -> bool:
+        began_s = time.perf_counter()
+        leaves_out = self.detection.leaves_out(number, told, self._keep, grad_norm, overflow)
+        self._in_line_s += time.perf_counter() - began_s
+        return leaves_out
+
+    def _cores_s(self) -> float:
+        """What the link's thread and the recorder have taken of the cores, in worker 0."""
+        if self._recorder_pid is None:
+            return 0.0
+        threads = [t.native_id for t in threading.enumerate() if t.name == THREAD_LINK]
+        tasks = [
+            *Path(f"/proc/{self._recorder_pid}/task").iterdir(),
+            *(Path(f"/proc/self/task/{number}") for number in threads),
+        ]
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def _keep(self, incident: Incident, grad_norm: float, applied: bool) -> None:
         self.keep(incident, self._recording.rest())
@@ -157,8 +207,8 @@ def training_of(task: Task, **fields: Any) -> Iterator[Training]:
     peers = Peers(group if workers > 1 else None)
     with shared_folder(peers, None) as folder, contextlib.ExitStack() as stack:
         run = Storage.at(str(folder / "run"))
-        target = stack.enter_context(_recorder(spec, run, folder, peers))
-        watched = Watched(exact, peers, target)
+        target, pid = stack.enter_context(_recorder(spec, run, folder, peers))
+        watched = Watched(exact, peers, target, pid)
         try:
             yield Training(
                 exact=exact, watched=watched, peers=peers, target=target, run=run, folder=folder
@@ -169,13 +219,15 @@ def training_of(task: Task, **fields: Any) -> Iterator[Training]:
 
 
 @contextlib.contextmanager
-def _recorder(spec: JobSpec, run: Storage, folder: Path, peers: Peers) -> Iterator[Target]:
-    """A recorder in a process of its own, which takes part as one worker more."""
+def _recorder(
+    spec: JobSpec, run: Storage, folder: Path, peers: Peers
+) -> Iterator[tuple[Target, int | None]]:
+    """A recorder in a process of its own, as one worker more; worker 0 gets its id as well."""
     place = (run.uri, dump_spec(spec), str(folder / "recorder"))
     size = peers.world_size + 1
     if peers.world_rank > 0:
         with target_of(*place, peers.world_rank, size) as target:
-            yield target
+            yield target, None
         return
     context = multiprocessing.get_context("spawn")
     over = context.Event()
@@ -183,7 +235,7 @@ def _recorder(spec: JobSpec, run: Storage, folder: Path, peers: Peers) -> Iterat
     process.start()
     try:
         with target_of(*place, size - 1, size) as target:
-            yield target
+            yield target, process.pid
     finally:
         over.set()
         process.join(CLOSE_S)

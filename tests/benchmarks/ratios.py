@@ -146,6 +146,26 @@ def snapshot_row(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def watching_row(launches: Sequence[dict[str, Any]], base: str) -> dict[str, Any]:
+    """What watching takes of a step by its own clocks, over launches, and its share of the step.
+
+    Args:
+        launches: of each the times as in `step_rows`, and `watching_s`.
+        base: name of the engine that nobody watches.
+    """
+    shares = [
+        1000 * sum(launch["watching_s"].values()) / median_ms([launch["wall_s"]], base).median
+        for launch in launches
+    ]
+    return {
+        "watching_ms": {
+            part: spread([1000 * launch["watching_s"][part] for launch in launches]).to_json()
+            for part in launches[0]["watching_s"]
+        },
+        "watching_share": spread(shares).to_json(),
+    }
+
+
 def bundle_row(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Spreads over the incidents of all launches, of which each is as `bundles` gives it."""
 

@@ -237,6 +237,12 @@ def print_watching(
             said = "reached" if ratio["median"] <= limit else "MISSED"
             judged.append(f"{row['engine']}: at most {limit:g} is {said}")
     console.print(table)
+    times, share = found["watching_ms"], found["watching_share"]
+    console.print(
+        f"{found['model']}: of a step judging and recording take {spread_text(times['in_line'])} "
+        f"ms in line and {spread_text(times['beside'])} ms of cores beside, together "
+        f"{spread_text(share)} of it"
+    )
     for line in judged:
         console.print(f"{found['model']}, {line}")
 

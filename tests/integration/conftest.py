@@ -38,6 +38,7 @@ JOB = {
     "checkpoint": {"every_steps": 4},
     "digest_every": 3,
     "tracking": {"enabled": False},
+    "faults": {"spares": 0},  # each is a process, which takes seconds of everybody's time
 }
 
 WORKLOAD = '''

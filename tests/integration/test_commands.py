@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from samestep import load_spec, train
+from samestep import ExitStatus, Outcome, load_spec, train
 from samestep.checkpoint.storage import Storage
 from samestep.replay.compare import Verdict, compare_runs
+from samestep.replay.summary import summarize
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -49,13 +51,11 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes_under_anoth
     stopped_at = int(re.search(r"checkpoint at step (\d+)", output)[1])  # type: ignore[index]
     assert 0 < stopped_at < 12
 
-    second = start_command(
-        "train", job, "--name", "stopped", "--mode", "dataparallel", cwd=tmp_path
-    )
+    second = start_command("train", job, "--name", "stopped", "--mode", "local", cwd=tmp_path)
     output, _ = second.communicate(timeout=240)
     assert second.returncode == 0, output
     # A slow machine may have lost a worker before, and begun an attempt more.
-    assert re.search(rf"attempt \d+ starts at step {stopped_at}: mode dataparallel", output), output
+    assert re.search(rf"attempt \d+ starts at step {stopped_at}: mode local", output), output
     assert straight.digest in output
 
     runs = (Storage.at(str(tmp_path / "runs" / name)) for name in ("straight", "stopped"))
@@ -63,18 +63,34 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes_under_anoth
 
 
 def test_sigterm_to_the_whole_process_group_is_a_planned_stop_too(
-    start_command: StartCommand, write_job: WriteJob, tmp_path: Path, wait_until: WaitUntil
+    start_command: StartCommand,
+    write_job: WriteJob,
+    tmp_path: Path,
+    wait_until: WaitUntil,
+    straight: Outcome,
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()
-    job = write_job(args={"pause_s": 0.2, "gate": str(gate)})
+    args = {"pause_s": 0.2, "gate": str(gate)}
+    job = write_job(mode="ddp", workers=2, args=args, checkpoint={"every_steps": 0})
     process = start_command(
-        *("train", job, "--workers", "1"), cwd=tmp_path, start_new_session=False, process_group=0
+        *("train", job, "--name", "t"), cwd=tmp_path, start_new_session=False, process_group=0
     )
-    wait_until(lambda: os.listdir(gate), 180, "the first step")
+    wait_until(lambda: len({n.split("-")[0] for n in os.listdir(gate)}) == 2, 180, "two workers")
     output = stop(process, lambda: os.killpg(process.pid, signal.SIGTERM))
-    assert process.returncode == 3, output
+    assert process.returncode == ExitStatus.INTERRUPTED, output
     assert re.search(r"^status +interrupted$", output, flags=re.MULTILINE)
+    pids = [int(name.split("-")[0]) for name in os.listdir(gate)]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    run = Storage.at(str(tmp_path / "runs" / "t"))
+    stopped_at = summarize(run).num_steps
+    assert 0 < stopped_at < 12
+    (gate / "fast").touch()
+    resumed = train(load_spec(job, {"mode": "local"}), name="t", search=[job.parent])
+    assert (resumed.status, resumed.digest) == ("done", straight.digest)
+    found = summarize(run)
+    assert [attempt.start_step for attempt in found.attempts] == [0, stopped_at]
+    assert (found.num_redone, list(found.incidents)) == (0, [])
 
 
 def test_sigterm_to_the_driver_is_a_planned_stop(

@@ -36,7 +36,12 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()
-    spec = make_spec(mode="ddp", workers=2, args={"pause_s": 0.3, "gate": str(gate)})
+    spec = make_spec(
+        mode="ddp",
+        workers=2,
+        args={"pause_s": 0.3, "gate": str(gate)},
+        faults={"spares": 1},
+    )
     strikes = {2: [signal.SIGTERM], 6: [signal.SIGKILL], 9: [signal.SIGKILL] * 2}
     pids = struck(gate, wait_until, strikes)
     outcome = train(spec, name="struck", search=[folder])
@@ -323,7 +328,7 @@ def test_a_worker_may_die_while_its_group_forms_and_while_it_is_taken_apart(
     gate.mkdir()
     for name in ("forms-1", "raises-1", "ends-1"):
         (gate / name).touch()
-    spec = make_spec(mode="ddp", workers=2, workload="dying:Dying")
+    spec = make_spec(mode="ddp", workers=2, workload="dying:Dying", faults={"spares": 1})
     outcome = train(spec, name="dying", search=[tmp_path, folder])
     met = {path.name for path in gate.iterdir()}
     assert met == {"met-forms-1", "met-raises-1", "met-ends-1", "met-forms-2"}

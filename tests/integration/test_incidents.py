@@ -116,8 +116,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "explodes": ("digits", {"args.lr": 3000.0, **TWO}),
     "label": ("digits", {"workload": "planted:Mislabelled", **TWO}),
     "zero": ("chargpt", {"workload": "planted:Divided", "max_steps": 6, **TWO}),
-    "hang": ("faulty", {"args.hang_at": 20, "args.position": 9, "faults.hang_timeout_s": 8.0}),
-    "crash": ("faulty", {"args.crash_at": 20, "args.position": 9}),
+    "hang": (
+        "faulty",
+        {"args.hang_at": 20, "args.position": 9, "faults.hang_timeout_s": 8.0, **TWO},
+    ),
+    "crash": ("faulty", {"args.crash_at": 20, "args.position": 9, **TWO}),
     "memory": ("faulty", {"args.grow_at": 20, "args.grow_bytes": 2**50, **TWO}),
     "flip": ("faulty", {"args.flip_at": 20, "args.position": 9, "incidents.audit_every": 1}),
 }

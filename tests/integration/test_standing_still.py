@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from samestep import ExitStatus, JobSpec, Outcome, load_spec, train
-from samestep.checkpoint.reading import digest_of
+from samestep import ExitStatus, JobSpec, Outcome, train
 from samestep.checkpoint.storage import Storage
 from samestep.replay.summary import summarize
 
@@ -144,34 +140,3 @@ def test_an_exception_that_does_not_pickle_is_told_with_its_line_and_ends_the_ru
     assert {(str(incident.kind), incident.step) for incident in found.incidents} == {
         ("exception", 5)
     }
-
-
-def test_sigterm_to_the_driver_of_a_group_is_a_planned_stop(
-    start_command: Callable[..., subprocess.Popen[str]],
-    write_job: Callable[..., Path],
-    tmp_path: Path,
-    wait_until: WaitUntil,
-    straight: Outcome,
-) -> None:
-    gate = tmp_path / "gate"
-    gate.mkdir()
-    args = {"pause_s": 0.2, "gate": str(gate)}
-    job = write_job(mode="ddp", workers=2, args=args, checkpoint={"every_steps": 0})
-    driver = start_command("train", job, "--name", "stopped", cwd=tmp_path)
-    wait_until(lambda: len({n.split("-")[0] for n in os.listdir(gate)}) == 2, 180, "two workers")
-    driver.terminate()
-    output, _ = driver.communicate(timeout=120)
-    assert driver.returncode == ExitStatus.INTERRUPTED, output
-    assert re.search(r"^status +interrupted$", output, flags=re.MULTILINE)
-    pids = [int(name.split("-")[0]) for name in os.listdir(gate)]
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    run = Storage.at(str(tmp_path / "runs" / "stopped"))
-    stopped_at = summarize(run).num_steps
-    assert 0 < stopped_at < 12
-    (gate / "fast").touch()
-    resumed = train(load_spec(job, {"mode": "local"}), name="stopped", search=[job.parent])
-    assert (resumed.status, resumed.digest) == ("done", straight.digest)
-    assert digest_of(run.root) == straight.digest
-    found = summarize(run)
-    assert [attempt.start_step for attempt in found.attempts] == [0, stopped_at]
-    assert (found.num_redone, list(found.incidents)) == (0, [])
