@@ -24,7 +24,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 TORCH_INDEX_URL ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 .PHONY: help venv train test chaos test-system bench lint fmt
 
@@ -37,9 +37,11 @@ venv: .venv/.installed ## Sets up .venv with the command .venv/bin/samestep
 	@test -n "$(PYTHON)" || { echo "make venv: no Python 3.11 or newer on PATH; install one or \
 	give it: make venv PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -c '' || $(PYTHON) -m venv --clear .venv
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --no-deps --retries 1 \
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-deps --retries 1 \
 	-c constraints.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
-	$(PIP) install -c constraints.txt -e '.[workloads,test,dev]'
+	$(PIP) -c constraints.txt -e '.[workloads,test,dev]'
+	@# pip would compile the 20,000 files on one core alone. Some are templates, which nobody can compile.
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib/python3*/site-packages >/dev/null 2>&1 || true
 	@touch $@
 
 train: venv ## Trains JOB (workloads/digits/job.yaml); ARGS are passed on

@@ -113,7 +113,7 @@ def test_make_venv_takes_a_torch_without_cuda(checkout: Checkout) -> None:
 
 def test_make_test_passes_for_a_user_without_rights(checkout: Checkout) -> None:
     # Those that touch files, folders and rights most; the others know little of users.
-    places = "tests/unit/checkpoint tests/unit/cli tests/unit/test_scratch.py"
+    places = "tests/unit/checkpoint tests/unit/test_scratch.py"
     output = checkout.run("make", "test", f"TESTS={places}")
     assert " passed in " in output
 
