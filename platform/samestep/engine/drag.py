@@ -6,6 +6,7 @@ the next steps, which then share cores and memory with it where there are none t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from typing import Final
@@ -13,7 +14,9 @@ from typing import Final
 STEPS_AFTER: Final = 2
 """So many are looked at: the one in whose exchange hashing begins, and the one beside it."""
 NUM_USUAL: Final = 32
-NUM_DRAGS: Final = 5
+NUM_DRAGS: Final = 25
+DOUBT: Final = 3.0
+"""Of a median of so many noisy times this share of their usual deviation is not believed."""
 
 
 class Drag:
@@ -30,8 +33,17 @@ class Drag:
 
     @property
     def seconds(self) -> float:
-        """Of a usual snapshot: the median of the last ones; 0 while none is known."""
-        return max(0.0, statistics.median(self._drags_s)) if self._drags_s else 0.0
+        """Of a usual snapshot: the median of the last ones, less what may be chance; 0 at first.
+
+        Steps differ by more than a hundredth anyhow, and few snapshots are taken: what is believed
+        too soon makes them rare, and many steps are then lost with all workers.
+        """
+        if not self._drags_s:
+            return 0.0
+        usual_s = statistics.median(self._usual_s)
+        deviation_s = statistics.median(abs(lap_s - usual_s) for lap_s in self._usual_s)
+        doubt_s = DOUBT * deviation_s / math.sqrt(len(self._drags_s))
+        return max(0.0, statistics.median(self._drags_s) - doubt_s)
 
     def exchanged(self, at_s: float) -> None:
         """Every worker has come to the exchange of another step, by this one's clock."""

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,10 @@ logger = logging.getLogger(__name__)
 MAX_SLOWDOWN: Final = 0.01
 FIRST_AFTER_STEPS: Final = 3
 """Steps before the first automatic one: the first steps are slow, and tell a wrong interval."""
+NUM_COPIES: Final = 5
+MAX_DRAG: Final = 2.0
+"""Hashing takes less than copying: what the steps after one take longer than that is not its doing.
+Of so many copies by each worker of the node, for one of them hashes what all have copied."""
 CLOSE_S: Final = 10.0
 
 
@@ -98,6 +104,7 @@ class Snapshots:
         self._every = 0 if every == "auto" else every
         self._next = self._first_after(first_step)
         self._timed_from = (first_step, monotonic())
+        self._copies_s: deque[float] = deque(maxlen=NUM_COPIES)
         self._drag = Drag()
         self._images: list[Image | None] = [None, None]
         self._num_taken = 0
@@ -148,7 +155,10 @@ class Snapshots:
         plan = Plan.of(tensors)
         # Nobody copies before the old header is gone, nor gets memory before what there was before
         # is given back. Worker 0's clock decides on the next one.
+        asked_s = self._monotonic()
         self._every = int(begun()[0])
+        # Whoever is here first waits for the others, as it would in the next step anyhow.
+        waited_s = self._monotonic() - asked_s
         image = self._image_for(turn, plan)
         image.fill(plan, tensors, self._pieces(plan))
         self._copied = _Copied(
@@ -162,6 +172,7 @@ class Snapshots:
         self._num_taken += 1
         ended_s = self._monotonic()
         self.cost_s = ended_s - started_s
+        self._copies_s.append(self.cost_s - waited_s)
         self._drag.taken(self.cost_s)
         self._timed_from = (step, ended_s)
         self._next = step + max(self._every, 1)
@@ -219,9 +230,11 @@ class Snapshots:
             return self._every
         num_steps = step - self._timed_from[0]
         step_s = (now_s - self._timed_from[1]) / max(num_steps, 1)
-        if self.cost_s is None or step_s <= 0:
-            return FIRST_AFTER_STEPS  # the cost is known after this one
-        return max(1, math.ceil((self.cost_s + self._drag.seconds) / (MAX_SLOWDOWN * step_s)))
+        if len(self._copies_s) < 2 or step_s <= 0:
+            return FIRST_AFTER_STEPS  # the cost is not known yet
+        copy_s = statistics.median_low(self._copies_s)
+        drag_s = min(self._drag.seconds, MAX_DRAG * self._node.local_size * copy_s)
+        return max(1, math.ceil((copy_s + drag_s) / (MAX_SLOWDOWN * step_s)))
 
     def _path(self, turn: int) -> Path:
         folder = shared_memory.make_folder(self._run_uri)

@@ -51,3 +51,17 @@ def test_steps_that_happen_to_be_fast_make_no_snapshot_cheaper_than_its_copy() -
         drag.taken(0.0)
         at_s = drive(drag, [0.05, 0.05, 0.1], at_s=at_s)
     assert drag.seconds == 0.0
+
+
+def test_what_may_be_chance_is_not_believed_before_it_has_come_often() -> None:
+    drag = Drag()
+    noisy = [0.09, 0.11, 0.1, 0.12, 0.08]  # the usual deviation from 0.1 is 0.01
+    at_s = drive(drag, [0.0, *noisy], at_s=0.0)
+    told = []
+    for _ in range(26):
+        drag.taken(0.0)
+        at_s = drive(drag, [0.1, 0.12, *noisy], at_s=at_s)
+        told.append(drag.seconds)
+    assert told[:3] == [0.0] * 3  # the first one does not count, and then 0.02 may be chance
+    assert told == sorted(told)
+    assert told[-1] == pytest.approx(0.02 - 0.03 / 5)
