@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.checkpoint import shared_memory
 from samestep.checkpoint.layout import Layout, storable_dtype
 from samestep.checkpoint.split import Piece, Sized
 from samestep.errors import StorageError
@@ -199,4 +200,4 @@ def _opened(path: Path) -> int:
     while True:
         with suppress(FileNotFoundError):
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        shared_memory.ensure(path.parent)

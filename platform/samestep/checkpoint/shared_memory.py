@@ -56,7 +56,7 @@ def make_folder(run_uri: str) -> Path:
     """
     folder = folder_of(run_uri)
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        ensure(folder)
         with suppress(FileNotFoundError):  # taken away by a worker that failed just now
             os.utime(folder)
     except OSError as error:
@@ -66,6 +66,21 @@ def make_folder(run_uri: str) -> Path:
         ) from error
     _sweep(folder)
     return folder
+
+
+def ensure(folder: Path) -> None:
+    """Makes a folder that another process may make, or take away, at the same time.
+
+    `Path.mkdir` with `exist_ok` raises where the folder that was there is gone when it looks.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if folder.is_file():
+            raise
 
 
 def remove(run_uri: str) -> None:

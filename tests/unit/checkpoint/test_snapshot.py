@@ -130,6 +130,28 @@ def test_a_folder_that_can_not_be_made_is_told_with_the_setting(
         shared_memory.make_folder(RUN)
 
 
+def test_a_folder_that_goes_while_it_is_looked_for_is_no_error_and_a_file_is_one(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = memory / "there"
+    folder.mkdir()
+    mkdir = os.mkdir
+
+    def goes(path: str | Path, *args: int) -> None:
+        try:
+            mkdir(path, *args)
+        finally:
+            folder.rmdir()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", goes)
+        shared_memory.ensure(folder)
+    assert not folder.exists()
+    folder.write_text("in the way")
+    with pytest.raises(FileExistsError):
+        shared_memory.ensure(folder)
+
+
 def test_images_are_made_although_a_worker_that_fails_takes_the_folder_away() -> None:
     over = threading.Event()
 
