@@ -153,22 +153,21 @@ def _leaked_memory(before: set[Path]) -> list[str]:
     return [f"shared memory {path.name}" for path in left]
 
 
-def _environment_of(process: psutil.Process, end: float) -> dict[str, str]:
-    """Empty where it has none left: Ray's processes write their title over it.
+def _has_mark(process: psutil.Process, mark: str, end: float) -> bool:
+    """Whether a process was started with this mark; Ray's processes write their title over it.
 
-    While a program starts there is nothing to read at all, for a moment.
+    While a program starts there is nothing to read at all, for a moment: what is looked at must
+    be what was read.
     """
-    pause = threading.Event()
-    while not _has_begun(process) and time.monotonic() < end:
+    pause, entry = threading.Event(), f"{MARK}={mark}".encode()
+    while True:
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:  # it has ended, is another user's, or this is not Linux
+            return process.environ().get(MARK) == mark
+        if environment or time.monotonic() > end:
+            return entry in environment.split(b"\0")
         pause.wait(0.001)
-    return process.environ()
-
-
-def _has_begun(process: psutil.Process) -> bool:
-    try:
-        return bool(Path(f"/proc/{process.pid}/environ").read_bytes())
-    except OSError:  # it has ended, is another user's, or this is not Linux
-        return True
 
 
 def _leaked_processes(before: set[int], mark: str) -> list[str]:
@@ -177,7 +176,7 @@ def _leaked_processes(before: set[int], mark: str) -> list[str]:
     for pid in set(psutil.pids()) - before:
         try:
             process = psutil.Process(pid)
-            if process.ppid() != own and _environment_of(process, end).get(MARK) != mark:
+            if process.ppid() != own and not _has_mark(process, mark, end):
                 continue
             command = " ".join(process.cmdline())
         except psutil.Error:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from samestep.engine.buckets import Buckets
@@ -115,3 +117,13 @@ class PeerErrors:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError):
             raise PeerLostError(f"lost worker {self._peer}: {error}") from error
+
+
+def message_limit(group: dist.ProcessGroup) -> timedelta:
+    """The timeout of a gloo group, which whoever waits for a message must give.
+
+    By itself gloo waits for a message as long as the group was given to form, whatever timeout
+    it has got since (torch 2.13; collectives keep to the new one).
+    """
+    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return limit

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.engine.buckets import Buckets
-from samestep.engine.exchange import PeerErrors, Traffic, add_into, divide
+from samestep.engine.exchange import PeerErrors, Traffic, add_into, divide, message_limit
 from samestep.exact.tree import Node, finish, shard_range, subtrees
 
 NODES_PER_BUCKET = 64
@@ -32,6 +32,7 @@ class Pairwise:
         self._buckets = buckets
         self._shards = shards
         self._group = group
+        self._limit = message_limit(group)
         self._world_rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
         self._peers = [r for r in range(self._world_size) if r != self._world_rank]
@@ -126,5 +127,5 @@ class Pairwise:
     def _wait(self, work: Any, peer: int) -> None:
         started = time.perf_counter()
         with PeerErrors(peer):
-            work.wait()
+            work.wait(self._limit)
         self.traffic.wait_s += time.perf_counter() - started

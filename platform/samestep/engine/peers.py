@@ -7,13 +7,14 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.engine.exchange import PeerErrors
+from samestep.engine.exchange import PeerErrors, message_limit
 from samestep.errors import PeerLostError
 
 TALK_TAG = 1 << 21
@@ -36,6 +37,7 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
+        self._limit = message_limit(group) if group else timedelta(0)
         self.world_rank = dist.get_rank(group) if group else 0
         self.world_size = dist.get_world_size(group) if group else 1
         self.wait_s = 0.0
@@ -63,13 +65,13 @@ class Peers:
             started = time.perf_counter()
             messages: dict[int, Any] = {self.world_rank: message}
             for peer, work in works:
-                _wait(work, peer)
+                self._wait(work, peer)
                 messages[peer] = self._read(heads[peer], peer)
             for peer, work in sends:
                 # What the others said may tell why one of them is gone already; the next call
                 # finds it missing.
                 with suppress(PeerLostError):
-                    _wait(work, peer)
+                    self._wait(work, peer)
             self.wait_s += time.perf_counter() - started
             return [messages[rank] for rank in range(self.world_size)]
 
@@ -81,17 +83,17 @@ class Peers:
             return
         if owner == self.world_rank:
             for peer, work in [(p, self._isend(tensor, p, SPREAD_TAG)) for p in self._others]:
-                _wait(work, peer)
+                self._wait(work, peer)
         else:
-            _wait(self._irecv(tensor, owner, SPREAD_TAG), owner)
+            self._wait(self._irecv(tensor, owner, SPREAD_TAG), owner)
 
     def give(self, data: Tensor, peer: int) -> None:
         """Sends a CPU tensor to one worker, which must `take` one of the same size."""
-        _wait(self._isend(data, peer, GIVE_TAG), peer)
+        self._wait(self._isend(data, peer, GIVE_TAG), peer)
 
     def take(self, data: Tensor, owner: int) -> None:
         """Overwrites a CPU tensor by what another worker gives."""
-        _wait(self._irecv(data, owner, GIVE_TAG), owner)
+        self._wait(self._irecv(data, owner, GIVE_TAG), owner)
 
     def _read(self, head: Tensor, peer: int) -> Any:
         raw = head.numpy().tobytes()
@@ -99,7 +101,7 @@ class Peers:
         data = raw[_LENGTH.size : _LENGTH.size + length]
         if length > len(data):
             rest = torch.empty(length - len(data), dtype=torch.uint8)
-            _wait(self._irecv(rest, peer, REST_TAG), peer)
+            self._wait(self._irecv(rest, peer, REST_TAG), peer)
             data += rest.numpy().tobytes()
         return json.loads(data)
 
@@ -111,10 +113,9 @@ class Peers:
         with PeerErrors(peer):
             return dist.irecv(tensor, group=self._group, tag=tag, group_src=peer)
 
-
-def _wait(work: Any, peer: int) -> None:
-    with PeerErrors(peer):
-        work.wait()
+    def _wait(self, work: Any, peer: int) -> None:
+        with PeerErrors(peer):
+            work.wait(self._limit)
 
 
 def _padded(data: bytes) -> Tensor:

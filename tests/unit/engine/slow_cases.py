@@ -67,6 +67,22 @@ class SlowBefore(Slow):
                 parameter.mul_(0.99)
 
 
+class Late(Base):
+    """Worker 1 computes for longer than its group was given to form.
+
+    Args:
+        late_s: how long.
+    """
+
+    def __init__(self, *, late_s: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.late_s = late_s if dist.is_initialized() and dist.get_rank() == 1 else 0.0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
+        threading.Event().wait(self.late_s)
+        return super().loss(model, batch)
+
+
 class Hanging(Base):
     """Storage does not answer worker 1 when it writes of step 2, until step 5 was taken.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -19,6 +20,7 @@ from relay import target_of
 
 from samestep import JobSpec, Workload, parse_spec
 from samestep.checkpoint.storage import Storage
+from samestep.cluster.rendezvous import limit_group
 from samestep.engine import survivor
 from samestep.engine.attempt import Place, run_attempt
 from samestep.engine.ending import Ending
@@ -34,8 +36,17 @@ TIMEOUT_S = 40
 
 
 @contextlib.contextmanager
-def group_of(where: str, world_rank: int, world_size: int) -> Iterator[dist.ProcessGroup | None]:
-    """A gloo group over loopback of its own; None for one worker."""
+def group_of(
+    where: str, world_rank: int, world_size: int, *, form_s: float = TIMEOUT_S
+) -> Iterator[dist.ProcessGroup | None]:
+    """A gloo group over loopback of its own; None for one worker.
+
+    Args:
+        where: a path that nothing lies at.
+        world_rank: of this worker.
+        world_size: of the group.
+        form_s: how long the workers wait for each other while it forms.
+    """
     if world_size == 1:
         yield None
         return
@@ -44,8 +55,9 @@ def group_of(where: str, world_rank: int, world_size: int) -> Iterator[dist.Proc
         init_method=f"file://{where}",
         rank=world_rank,
         world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=form_s),
     )
+    limit_group(dist.group.WORLD, TIMEOUT_S)
     try:
         yield dist.group.WORLD
     finally:
@@ -71,10 +83,12 @@ def engine(
     world_size: int = 1,
     num_devices: int = 1,
     collective: bool = False,
+    form_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """What the engine comes to at each step, as one worker of several sees it."""
-    parsed, workload = prepared(spec)
-    with group_of(where, world_rank, world_size) as group:
+    parsed = parse_spec(spec)
+    with group_of(where, world_rank, world_size, form_s=form_s) as group:
+        parsed, workload = prepared(spec)
         return drive(
             parsed,
             workload,
@@ -233,3 +247,24 @@ def talk(messages: list[Any], where: str, world_rank: int, world_size: int) -> l
         peers = Peers(group)
         started = [[world_rank, message] for message in messages]
         return [peers.gather(message)() for message in started]
+
+
+def meet_late(
+    form_s: float, late_s: float, limit_s: float, where: str, world_rank: int, world_size: int
+) -> list[Any]:
+    """What workers tell each other where worker 1 is late each time."""
+    mine = torch.full((3,), float(world_rank))
+    with group_of(where, world_rank, world_size, form_s=form_s) as group:
+        limit_group(group, limit_s)
+        peers = Peers(group)
+
+        def be_late() -> None:
+            threading.Event().wait(late_s if world_rank == 1 else 0.0)
+
+        be_late()
+        heard = peers.gather(world_rank)()
+        be_late()
+        peers.give(mine, 0) if world_rank == 1 else peers.take(mine, 1)
+        be_late()
+        peers.spread(again := torch.full((3,), float(world_rank)), 1)
+        return [heard, mine.tolist(), again.tolist()]
