@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 
 from samestep import ExitStatus, JobSpec, Outcome, PlacementError, parse_spec, train
 from samestep.checkpoint.reading import digest_of
@@ -79,15 +80,20 @@ def test_a_wait_for_room_is_told_and_ends_in_an_incident(
         return any(third.owns(int(name.split("-")[0])) for name in os.listdir(gate))
 
     said: list[str] = []
+    seats: list[list[str]] = []
+
+    def observe(status: dict[str, Any]) -> None:
+        said.extend(item["text"] for item in status["messages"])
+        if any(text.startswith("waiting for workers") for text in said):
+            states = [entry["state"] for entry in placement_group_table().values()]
+            seats.append(sorted(state for state in states if state != "REMOVED"))
+
     striker = threading.Thread(target=strike)
     striker.start()
-    outcome = train(
-        spec,
-        name="waits",
-        search=[folder],
-        observer=lambda status: said.extend(item["text"] for item in status["messages"]),
-    )
+    outcome = train(spec, name="waits", search=[folder], observer=observe)
     striker.join()
+    # Not "RESCHEDULING": Ray's head would try that without a pause.
+    assert seats[0] == ["CREATED", "CREATED", "PENDING"]
     assert (outcome.status, outcome.exit_status) == ("failed", ExitStatus.BAD_INPUT)
     lacking = "2 of at least 3 workers of {'CPU': 1.0} have room"
     assert outcome.message.startswith(f"{lacking} after 25 s: free the cluster, add nodes")

@@ -67,7 +67,7 @@ class Crew(Generic[H]):
         Args:
             seats: as they are now.
             hire: start processes for seats that no spare can take.
-            refill: start spares.
+            refill: start spares, once nobody is coming to a seat: they would compete.
         """
         for seat in seats:
             hand = self._seated.get(seat.number)
@@ -87,7 +87,7 @@ class Crew(Generic[H]):
                 self._seated[seat.number] = spare
             elif hire:
                 self._seated[seat.number] = self._hire(seat.node_id, seat.number)
-        if refill:
+        if refill and not self.num_coming(seats):
             for node_id in nodes:
                 spares = self._spares.setdefault(node_id, [])
                 # One after another: each takes a core for seconds.

@@ -122,15 +122,14 @@ class Muster(Generic[H]):
         """
         self._seats = self._look()
         is_calm = calm_s >= CALM_S
-        num_coming = self._crew.num_coming(self._seats)
-        self._crew.tend(self._seats, hire=is_calm, refill=is_calm and not num_coming)
+        self._crew.tend(self._seats, hire=is_calm, refill=is_calm)
         ready = self._crew.ready(self._seats)
         size = self._size()
         if size is None:
             return None  # too few without those who leave: train with them as long as they last
         if any(member not in ready.values() for member in members):
             return "drain", pick(ready, size, members)
-        if size > len(members) and is_calm and self._all_here(num_coming):
+        if size > len(members) and is_calm and self._all_here():
             return "grow", pick(ready, size, members)
         return None
 
@@ -173,10 +172,10 @@ class Muster(Generic[H]):
             return False
         return not self._crew.num_coming(self._seats) or now - self._possible_since > COMING_S
 
-    def _all_here(self, num_coming: int) -> bool:
+    def _all_here(self) -> bool:
         """Whether nobody else is about to be ready: parking once for all is enough."""
         now = self._clock()
-        if not num_coming:
+        if not self._crew.num_coming(self._seats):
             self._coming_since = None
             return True
         if self._coming_since is None:

@@ -184,6 +184,8 @@ class LocalNodes:
             *begin,
             *(str(Path(sys.executable).with_name("ray")), "start", "--block"),
             *("--node-ip-address", address, "--temp-dir", str(folder)),
+            # Its usual one another node of this machine has: Ray tries for seconds, then goes without.
+            *("--dashboard-agent-listen-port", str(_free_port("127.0.0.1"))),
             *("--object-store-memory", str(OBJECT_STORE_BYTES), *arguments),
         ]
         with (folder / "start.log").open("wb") as log:

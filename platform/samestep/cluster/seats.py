@@ -1,9 +1,10 @@
 """Seats: room for one worker each, kept over all attempts of a run.
 
 A seat is a placement group of a single bundle. Those that Ray has placed on usable nodes are the
-size that the worker group can have: nothing is probed, and placing costs a restart no time. A
-dead node's seat goes pending again by itself, and pending seats are the demand that Ray's
-autoscaler sees.
+size that the worker group can have: nothing is probed, and placing costs a restart no time.
+Pending seats are the demand that Ray's autoscaler sees. The seat of a node that died is asked for
+anew: Ray would place the old one again, but until there is room it tries so without a pause, which
+takes a core of the head (Ray 2.60; https://github.com/ray-project/ray/pull/65007).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ray.util.placement_group import (
 from samestep.exact.tree import traffic_factor
 
 PLACED: Final = "CREATED"
+LOST: Final = "RESCHEDULING"
 NODE_ID_LABEL: Final = "ray.io/node-id"
 
 
@@ -81,6 +83,11 @@ class Seats:
         seats = []
         for number, group in list(self._groups.items()):
             entry = table.get(group.id.hex(), {})
+            if entry.get("state") == LOST:
+                remove_placement_group(self._groups.pop(number))
+                if number not in self._renewed:
+                    self._add(besides=avoided)
+                continue
             placed = entry.get("state") == PLACED
             node_id = str(entry["bundles_to_node_id"][0]) if placed else None
             if number in self._renewed and node_id not in hosts:

@@ -35,7 +35,9 @@ from samestep.spec import JobSpec
 
 logger = logging.getLogger(__name__)
 
-MAX_SLOWDOWN: Final = 0.01
+AIM: Final = 0.0075
+"""The share of the time that snapshots are to take: 1 % is promised, and what they take is known
+from a few noisy times."""
 FIRST_AFTER_STEPS: Final = 3
 """Steps before the first automatic one: the first steps are slow, and tell a wrong interval."""
 NUM_COPIES: Final = 5
@@ -234,7 +236,7 @@ class Snapshots:
             return FIRST_AFTER_STEPS  # the cost is not known yet
         copy_s = statistics.median_low(self._copies_s)
         drag_s = min(self._drag.seconds, MAX_DRAG * self._node.local_size * copy_s)
-        return max(1, math.ceil((copy_s + drag_s) / (MAX_SLOWDOWN * step_s)))
+        return max(1, math.ceil((copy_s + drag_s) / (AIM * step_s)))
 
     def _path(self, turn: int) -> Path:
         folder = shared_memory.make_folder(self._run_uri)

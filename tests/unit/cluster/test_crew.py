@@ -51,6 +51,16 @@ def test_one_who_is_not_ready_is_coming() -> None:
     assert cluster.crew.num_coming(cluster.look()) == 1
 
 
+def test_spares_wait_for_those_who_come_to_a_seat() -> None:
+    cluster = Cluster("a", ready=False)
+    for _ in range(2):
+        cluster.crew.tend(cluster.look(), hire=True, refill=True)
+    assert [hand.seat for hand in cluster.hired] == [0]
+    cluster.hired[0].ready = True
+    cluster.crew.tend(cluster.look(), hire=True, refill=True)
+    assert [hand.seat for hand in cluster.hired] == [0, None]
+
+
 def test_a_worker_on_a_drained_node_works_on_until_it_is_let_go() -> None:
     cluster, ready = staffed("a", "b")
     cluster.unusable = {0}

@@ -117,7 +117,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("longer_s", [0.0, 0.05])
-def test_the_interval_is_such_that_copies_and_what_they_slow_take_a_hundredth_of_the_time(
+def test_the_interval_is_such_that_copies_and_what_they_slow_take_less_than_a_hundredth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longer_s: float
 ) -> None:
     monkeypatch.setenv("SAMESTEP_SHARED_MEMORY", str(tmp_path))
@@ -155,8 +155,9 @@ def test_the_interval_is_such_that_copies_and_what_they_slow_take_a_hundredth_of
         later - one for one, later in itertools.pairwise([10, *taken])
     )
     assert first == [3, 3, 3]  # until the cost is known
-    apart = {fourth, fifth, sixth, seventh, last}
-    assert apart <= ({20, 21} if longer_s == 0 else {37, 38, 39, 40})
+    for apart in (fourth, fifth, sixth, seventh, last):
+        # The clock's steps are all alike, but for those few that are not believed at first.
+        assert 0.0070 < (0.05 + longer_s) / (apart * 0.25) < 0.0085
     assert snapshots.cost_s == pytest.approx(0.05)
     assert snapshots.whole_at_s is not None
     assert snapshot.newest("/a/run") == taken[-2]  # the last one is not known to be whole yet
