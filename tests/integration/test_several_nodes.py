@@ -49,6 +49,12 @@ def test_two_nodes_give_the_weights_of_one_process(
     assert (outcome.status, outcome.digest) == ("done", straight.digest)
 
 
+def test_no_node_waits_for_a_port_that_another_one_has(nodes: LocalNodes) -> None:
+    found = list(nodes._folder.glob("*/session_2*/logs/dashboard_agent.log"))
+    assert len(found) == 3
+    assert not [path for path in found if "failed to bind" in path.read_text().lower()]
+
+
 @pytest.mark.usefixtures("nodes")
 def test_a_job_for_many_machines_never_ends_up_on_one_unnoticed(
     make_spec: MakeSpec, folder: Path

@@ -184,7 +184,7 @@ class LocalNodes:
             *begin,
             *(str(Path(sys.executable).with_name("ray")), "start", "--block"),
             *("--node-ip-address", address, "--temp-dir", str(folder)),
-            # Its usual one another node of this machine has: Ray tries for seconds, then goes without.
+            # The usual one is another node's on this machine: Ray tries for seconds, then gives up.
             *("--dashboard-agent-listen-port", str(_free_port("127.0.0.1"))),
             *("--object-store-memory", str(OBJECT_STORE_BYTES), *arguments),
         ]
