@@ -184,8 +184,8 @@ class LocalNodes:
             *begin,
             *(str(Path(sys.executable).with_name("ray")), "start", "--block"),
             *("--node-ip-address", address, "--temp-dir", str(folder)),
-            # The usual one is another node's on this machine: Ray tries for seconds, then gives up.
-            *("--dashboard-agent-listen-port", str(_free_port("127.0.0.1"))),
+            # Any: the usual one is another node's on this machine, for which Ray waits for seconds.
+            *("--dashboard-agent-listen-port", "0"),
             *("--object-store-memory", str(OBJECT_STORE_BYTES), *arguments),
         ]
         with (folder / "start.log").open("wb") as log:
