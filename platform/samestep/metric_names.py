@@ -235,13 +235,13 @@ class Metrics:
         name="samestep_train_metric",
         type=MetricType.GAUGE,
         labels=("metric",),
-        help="The workload's own metrics of the last step.",
+        help="The workload's own metrics of the last step; the first 200 names.",
     )
     EVALUATION: Final = Metric(
         name="samestep_evaluation_metric",
         type=MetricType.GAUGE,
         labels=("metric",),
-        help="Metrics of the last evaluation.",
+        help="Metrics of the last evaluation; the first 200 names.",
     )
     WORKERS: Final = Metric(
         name="samestep_workers",

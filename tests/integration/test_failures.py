@@ -16,6 +16,7 @@ import pytest
 from samestep import ExitStatus, JobSpec, Outcome, PlacementError, train
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.actors import close_recorder, start_recorder
+from samestep.errors import RunInUseError
 from samestep.replay.summary import summarize
 from samestep.spec import dump_spec
 from samestep.telemetry.lease import holder
@@ -263,6 +264,8 @@ def test_a_second_submit_of_a_live_run_follows_it(
     )
     thread.start()
     wait_until(lambda: os.listdir(gate), 90, "the first step")
+    with pytest.raises(RunInUseError, match=r"is alive \(process .*stop it before it is started"):
+        train(spec, name="shared", search=[folder], restart=True)
     said: list[str] = []
     second = train(
         spec,
@@ -274,6 +277,27 @@ def test_a_second_submit_of_a_live_run_follows_it(
     assert first == [second]
     assert said[0].startswith("the run is alive (process")
     assert len(read_past(Storage.at(second.run)).attempts) == 1
+
+
+def test_a_second_submit_that_asks_for_more_extends_the_live_run_when_it_is_done(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    fields = {"mode": "local", "args": {"pause_s": 0.2, "gate": str(gate)}}
+    first: list[Outcome] = []
+    thread = threading.Thread(
+        target=lambda: first.append(train(make_spec(**fields), name="live", search=[folder]))
+    )
+    thread.start()
+    wait_until(lambda: os.listdir(gate), 90, "the first step")
+    (gate / "fast").touch()
+    longer = make_spec(**fields, epochs=4)
+    second = train(longer, name="live", search=[folder])
+    thread.join()
+    straight = train(longer, name="straight", search=[folder])
+    assert (first[0].step, second.step) == (12, 16)
+    assert (second.status, second.digest) == ("done", straight.digest)
 
 
 DYING = '''

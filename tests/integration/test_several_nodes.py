@@ -18,10 +18,12 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from samestep import ExitStatus, JobSpec, Outcome, PlacementError, parse_spec, train
+from samestep.checkpoint import shared_memory
 from samestep.checkpoint.reading import digest_of
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.environment import TRAIN_ENVIRONMENT
-from samestep.cluster.nodes import LocalNodes, Node, local_nodes
+from samestep.cluster.leftovers import forget_on_all_nodes
+from samestep.cluster.nodes import LocalNodes, Node, local_nodes, num_alive
 from samestep.exact import numerics
 from samestep.replay.summary import summarize
 from samestep.telemetry.past import read_past
@@ -90,7 +92,7 @@ def test_a_wait_for_room_is_told_and_ends_in_an_incident(
 
     def observe(status: dict[str, Any]) -> None:
         said.extend(item["text"] for item in status["messages"])
-        if any(text.startswith("waiting for workers") for text in said):
+        if any(text.startswith("waiting for workers: 2 of") for text in said):
             states = [entry["state"] for entry in placement_group_table().values()]
             seats.append(sorted(state for state in states if state != "REMOVED"))
 
@@ -109,6 +111,22 @@ def test_a_wait_for_room_is_told_and_ends_in_an_incident(
     found = summarize(Storage.at(outcome.run))
     assert [str(incident.kind) for incident in found.incidents][-1] == "no_room"
     assert found.incidents[-1].message == outcome.message
+
+
+def test_a_run_that_is_over_leaves_nothing_in_the_memory_of_a_node_it_had_left(
+    nodes: LocalNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_before = num_alive()
+    apart = nodes.add(env={"SAMESTEP_SHARED_MEMORY": str(tmp_path)})
+    nodes.wait_for(num_before + 1, num_alive)
+    with monkeypatch.context() as there:
+        there.setenv("SAMESTEP_SHARED_MEMORY", str(tmp_path))
+        left, other = (shared_memory.make_folder(uri) for uri in ("/runs/over", "/runs/alive"))
+    (left / "snapshot-0").write_bytes(b"a copy")
+    forget_on_all_nodes("/runs/over")
+    assert not left.exists()
+    assert other.exists()
+    nodes.kill(apart)
 
 
 def test_nodes_come_and_go_and_no_step_is_taken_twice(

@@ -27,8 +27,10 @@ import threading
 from pathlib import Path
 
 import torch
+from samestep.engine import attempt
 from tiny import Data, Tiny
 
+attempt.FORMING_S = 8.0
 GATE = Path(__file__).parent / "gate"
 AN_HOUR_US = 3_600_000_000
 
@@ -52,6 +54,11 @@ class StillData(Data):
 class Still(Tiny):
     def data(self):
         return StillData()
+
+    def loss(self, model, batch):
+        if self.step == 0 and meets("first"):  # the group is only forming
+            threading.Event().wait()
+        return super().loss(model, batch)
 
     def before_step(self, model, step):
         super().before_step(model, step)
@@ -89,7 +96,7 @@ def gate(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_stopped_loader_a_held_interpreter_lock_and_a_stopped_worker_cost_no_bit(
+def test_a_group_that_does_not_form_a_stopped_loader_a_held_lock_and_a_stopped_worker_cost_no_bit(
     make_spec: MakeSpec,
     folder: Path,
     tmp_path: Path,
@@ -97,7 +104,7 @@ def test_a_stopped_loader_a_held_interpreter_lock_and_a_stopped_worker_cost_no_b
     wait_until: WaitUntil,
     straight: Outcome,
 ) -> None:
-    for kind in ("arms", "lock", "stop"):
+    for kind in ("first", "arms", "lock", "stop"):
         (gate / kind).touch()
     spec = make_spec(
         mode="ddp",
@@ -109,19 +116,22 @@ def test_a_stopped_loader_a_held_interpreter_lock_and_a_stopped_worker_cost_no_b
     outcome = train(spec, name="still", search=[tmp_path, folder])
     struck = [path.name.split("-") for path in gate.iterdir()]
     met = {kind: (int(pid), int(parent)) for kind, pid, parent in struck}
-    assert set(met) == {"arms", "loader", "lock", "stop"}
+    assert set(met) == {"first", "arms", "loader", "lock", "stop"}
     assert (outcome.status, outcome.digest) == ("done", straight.digest)
     found = summarize(Storage.at(outcome.run))
     assert (found.num_redone, len(found.attempts)) == (0, 4)
+    first, *incidents = found.incidents
+    assert (str(first.kind), first.step) == ("hang", 0), first.message
+    assert "forward of step 0, shard 0" in first.message
     culprits = [met["loader"][1], met["lock"][0], met["stop"][0]]
     steps = [2, 7, 10]
-    for incident, pid, step in zip(found.incidents, culprits, steps, strict=True):
+    for incident, pid, step in zip(incidents, culprits, steps, strict=True):
         assert str(incident.kind) == "hang", incident.message
         assert incident.step == step or (pid == culprits[0] and 2 < incident.step < 7)
         assert incident.world_rank is not None
         assert found.attempts[incident.attempt - 1].fields["pids"][incident.world_rank] == pid
-    assert "data of step" in found.incidents[0].message
-    ended = [met["loader"][0], *culprits]
+    assert "data of step" in incidents[0].message
+    ended = [met["loader"][0], met["first"][0], *culprits]
     wait_until(lambda: not any(map(psutil.pid_exists, ended)), 30, "nobody is left")
 
 

@@ -21,13 +21,14 @@ from samestep.cli.replay_target import Target, find_target
 from samestep.errors import CannotReplayError, ExitStatus
 from samestep.exact import numerics
 from samestep.names import IncidentKind
-from samestep.replay.apart import is_apart, progress_here, run_apart
+from samestep.replay.apart import NotedProgress, is_apart, progress_here, run_apart
 from samestep.spec import changed_spec, parse_override
 
 if TYPE_CHECKING:
     from samestep.replay.bench import Place
     from samestep.replay.source import Source
     from samestep.replay.taking import Taker
+    from samestep.replay.verdict import Compared
 
 _MAY_END = (IncidentKind.CRASH, IncidentKind.HANG)
 
@@ -162,13 +163,16 @@ def replay(
     from samestep.replay.bench import Place
     from samestep.replay.source import Altered
 
-    place = Place(
-        search=folders, device=device_of(device, spec.resources.gpu), progress=progress_here()
-    )
-    with found.opened() as source:
-        _require_secrets(source, overrides)
-        spec = changed_spec(source.spec, overrides)
-        _replay(Altered(source, spec=spec), place, asked, found, late)
+    progress = progress_here()
+    place = Place(search=folders, device=device_of(device, spec.resources.gpu), progress=progress)
+    try:
+        with found.opened() as source:
+            _require_secrets(source, overrides)
+            spec = changed_spec(source.spec, overrides)
+            _replay(Altered(source, spec=spec), place, asked, found, late)
+    finally:
+        if isinstance(progress, NotedProgress):
+            progress.over()
 
 
 def _replay(source: Source, place: Place, asked: _Asked, target: Target, late: list[str]) -> None:
@@ -189,6 +193,7 @@ def _replay(source: Source, place: Place, asked: _Asked, target: Target, late: l
                 num_after=asked.num_after,
                 before_step=_debug if asked.breaks else lambda taker: None,
                 on_step=lambda step: _show_step(step, source.step, asked),
+                on_compared=lambda compared: _note_compared(place, compared),
             )
         except bdb.BdbQuit:
             Console(stderr=True).print("left in the debugger, before the step was through")
@@ -215,13 +220,20 @@ def _apart(target: Target, arguments: list[str], asked: _Asked, still_s: float) 
     if ended.status is not None:
         raise typer.Exit(ended.status)
     from samestep.cli.replay_shown import tell, write_report
+    from samestep.replay.ended import judge_ended
     from samestep.replay.report import page_of
-    from samestep.replay.verdict import STATUS, judge_ended
+    from samestep.replay.verdict import STATUS
 
+    looked = {"--deep": asked.deep and asked.report is None, "--what-if": bool(asked.changes)}
+    more = [
+        f"{name} is left out: it looks at steps that come to an end"
+        for name, is_asked in looked.items()
+        if is_asked
+    ]
     with target.opened() as source:
         assert source.incident is not None, "only an incident has a kind"
         found = judge_ended(source.incident, ended)
-        tell(found, None, None, [], as_json=asked.as_json)
+        tell(found, None, None, more, as_json=asked.as_json)
         if asked.report is not None:
             page = page_of(found, source, None, target=target.told)
             write_report(asked.report, page, target)
@@ -253,6 +265,14 @@ def _arguments(given: Mapping[str, Any]) -> list[str]:
     return made + [
         option for name, option in (("deep", "--deep"), ("as_json", "--json")) if given[name]
     ]
+
+
+def _note_compared(place: Place, compared: Compared) -> None:
+    """Tells who watches, for the next step may end this process."""
+    from samestep.replay.ended import compared_to_json
+
+    if isinstance(place.progress, NotedProgress):
+        place.progress.say(compared_to_json(compared))
 
 
 def _show_step(step: int, last_step: int, asked: _Asked) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import keyword
 import math
 import random
 import re
@@ -76,7 +77,7 @@ def write_scaffold(folder: Path, *, command: str) -> Scaffold:
     values = {
         "NAME": folder.name,
         "MODULE": module,
-        "CLASS": "".join(part.capitalize() for part in module.split("_")),
+        "CLASS": class_name(module),
         "DATA": table.about,
         "COMMAND": command,
     }
@@ -98,6 +99,13 @@ def module_name(name: str) -> str:
         module = f"job_{module}"
     taken = module in sys.stdlib_module_names or module in sys.modules
     return f"{module}_job" if taken or importlib.util.find_spec(module) else module
+
+
+def class_name(module: str) -> str:
+    """A name for the workload's class that is neither Python's nor one that its module uses."""
+    name = "".join(part.capitalize() for part in module.split("_"))
+    used = re.findall(r"\b[A-Z]\w*", _template("workload.py.txt"))
+    return f"{name}Job" if keyword.iskeyword(name) or name in used else name
 
 
 def real_table() -> Table | None:
@@ -162,5 +170,8 @@ def _require_new(folder: Path) -> None:
 
 
 def _filled(template: str, values: dict[str, str]) -> str:
-    text = resources.files("samestep.cli").joinpath("templates", template).read_text("utf-8")
-    return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
+    return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], _template(template))
+
+
+def _template(name: str) -> str:
+    return resources.files("samestep.cli").joinpath("templates", name).read_text("utf-8")

@@ -75,7 +75,7 @@ def train(
             name=name,
             search=[folder, Path.cwd()],
             restart=restart,
-            no_fallback=workers is not None or mode is not None,
+            no_fallback=workers is not None or mode not in (None, Mode.AUTO),
             observer=display,
         )
     _summary(outcome, time.monotonic() - started)

@@ -16,6 +16,11 @@ from samestep.cluster.seats import Seat
 
 SUSPECT_S: Final = 30.0
 """How long a node is kept away from on which a worker could neither answer nor be ended."""
+START_S: Final = 300.0
+"""How long a process may take to start: one that hangs in its imports makes room for another."""
+AGAIN_S: Final = 2.0
+"""Times how many in a row have failed to start on a node: so long until the next is."""
+MAX_AGAIN_S: Final = 30.0
 
 
 class Hand(Protocol):
@@ -31,6 +36,10 @@ class Hand(Protocol):
     def is_dead(self) -> bool:
         """Whether it is known to be dead."""
 
+    @property
+    def why(self) -> str:
+        """What it died of while it started; empty where that is not known."""
+
     def end(self) -> None:
         """Ends it, without waiting."""
 
@@ -45,6 +54,9 @@ class Crew(Generic[H]):
         hire: starts a process on a node; for a seat, or as a spare (None).
         num_spares: per node.
         clock: seconds.
+
+    Attributes:
+        why_failed: why a process could not start, of the last one that could not; empty: none.
     """
 
     def __init__(
@@ -60,6 +72,9 @@ class Crew(Generic[H]):
         self._seated: dict[int, H] = {}
         self._spares: dict[str, list[H]] = {}
         self._suspects: dict[str, float] = {}
+        self._starting: dict[H, float] = {}
+        self._failures: dict[str, tuple[int, float]] = {}
+        self.why_failed = ""
 
     def tend(self, seats: Sequence[Seat], *, hire: bool, refill: bool) -> None:
         """Lets go of the dead and seats who is there.
@@ -69,6 +84,7 @@ class Crew(Generic[H]):
             hire: start processes for seats that no spare can take.
             refill: start spares, once nobody is coming to a seat: they would compete.
         """
+        self._drop_lost({seat.number for seat in seats})
         for seat in seats:
             hand = self._seated.get(seat.number)
             has_moved = hand is not None and seat.node_id not in (hand.node_id, None)
@@ -85,14 +101,42 @@ class Crew(Generic[H]):
             spare = self._take_spare(seat.node_id)
             if spare is not None:
                 self._seated[seat.number] = spare
-            elif hire:
-                self._seated[seat.number] = self._hire(seat.node_id, seat.number)
+            elif hire and self._may_hire(seat.node_id):
+                self._seated[seat.number] = self._started(seat.node_id, seat.number)
         if refill and not self.num_coming(seats):
             for node_id in nodes:
                 spares = self._spares.setdefault(node_id, [])
                 # One after another: each takes a core for seconds.
-                if len(spares) < self._num_spares and all(hand.is_ready() for hand in spares):
-                    spares.append(self._hire(node_id, None))
+                is_due = len(spares) < self._num_spares and all(hand.is_ready() for hand in spares)
+                if is_due and self._may_hire(node_id):
+                    spares.append(self._started(node_id, None))
+
+    def _drop_lost(self, numbers: Collection[int]) -> None:
+        """Of processes: those whose seat is gone, and those that take too long to start."""
+        now = self._clock()
+        for number, hand in list(self._seated.items()):
+            if number not in numbers:
+                self.drop(hand)
+        for hand, since in list(self._starting.items()):
+            if hand.is_ready():
+                del self._starting[hand]
+                self._failures.pop(hand.node_id, None)
+            elif hand.is_dead() or now - since > START_S:
+                self.why_failed = hand.why or f"not ready {now - since:.0f} s after its start"
+                del self._starting[hand]
+                num_before, _ = self._failures.get(hand.node_id, (0, now))
+                self._failures[hand.node_id] = num_before + 1, now
+                self.drop(hand)
+
+    def _may_hire(self, node_id: str) -> bool:
+        """Not at once where several in a row have failed to start."""
+        num_failed, at = self._failures.get(node_id, (0, 0.0))
+        return num_failed < 2 or self._clock() - at >= min(AGAIN_S * num_failed, MAX_AGAIN_S)
+
+    def _started(self, node_id: str, seat: int | None) -> H:
+        hand = self._hire(node_id, seat)
+        self._starting[hand] = self._clock()
+        return hand
 
     def ready(self, seats: Sequence[Seat]) -> dict[int, H]:
         """Those who could work now, by seat."""

@@ -14,7 +14,14 @@ from samestep.checkpoint import shared_memory
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.budget import BudgetWatch
 from samestep.cluster.newest import newest_checkpoint
-from samestep.errors import BudgetError, ExitStatus, RunConflictError, SpecError, StorageError
+from samestep.errors import (
+    BudgetError,
+    ExitStatus,
+    RunConflictError,
+    RunInUseError,
+    SpecError,
+    StorageError,
+)
 from samestep.names import (
     SPEC_FILE,
     Env,
@@ -126,8 +133,16 @@ def train(
     _refuse_other_job(run, spec, restart)
     present = leases.holder(run)
     if present is not None and present.alive:
+        if restart:
+            raise RunInUseError(
+                f"the run {run.uri} is alive ({present.where}): stop it before it is started over, "
+                "or give this one another --name"
+            )
         followed = _attach(run, name, observer)
-        if followed is not None:
+        # One that asks for more steps than the live run's is no follower alone: it extends it.
+        if followed is not None and (
+            followed.status != RunState.DONE or _finished(run, name, spec) is not None
+        ):
             return followed
     if restart and run.list():
         _set_aside(run, name)
@@ -161,7 +176,6 @@ def train(
         from samestep.cluster.ray_run import run_on_ray
 
         result = run_on_ray(order, observer)
-    # What is in another node's shared memory its own workers remove, or the next start there.
     shared_memory.remove(run.uri)
     sweep()
     return _outcome(run, name, result)

@@ -34,6 +34,7 @@ class Monitor:
         self._target = target
         self._observer = observer
         self._stop_reason: str | None = None
+        self._has_been_asked = False
         self._seen = 0
         self._ended = threading.Event()
 
@@ -85,8 +86,9 @@ class Monitor:
             return
 
         def interrupt(number: int, _: FrameType | None) -> None:
-            if number == signal.SIGINT and self._stop_reason is not None:
+            if number == signal.SIGINT and self._has_been_asked:
                 raise KeyboardInterrupt
+            self._has_been_asked = True
             self.ask_to_stop("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
 
         before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}

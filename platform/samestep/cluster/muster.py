@@ -196,7 +196,9 @@ class Muster(Generic[H]):
         text = lacking(self._seats, fewest=self._workers.min, resources=self._resources)
         if sum(seat.usable for seat in self._seats) < self._workers.min:
             return text
-        return f"{text}, but {len(self._crew.ready(self._seats))} of their processes are ready"
+        text = f"{text}, but {len(self._crew.ready(self._seats))} of their processes are ready"
+        why = self._crew.why_failed
+        return f"{text}; the last one that could not start: {why}" if why else text
 
 
 def survives(members: Sequence[H], successors: Collection[H]) -> bool:

@@ -112,6 +112,7 @@ class RayHand:
         self._node_id = node_id
         self._warm: Any = warm
         self._dead = False
+        self._why = ""
         self._metadata: ActorMetadata | None = None
         self.gpu_ids: list[str] | None = None
 
@@ -120,6 +121,11 @@ class RayHand:
         """Where it runs."""
         return self._node_id
 
+    @property
+    def why(self) -> str:
+        """What it died of while it started."""
+        return self._why
+
     def is_ready(self) -> bool:
         """Whether its imports are done."""
         if self._warm is not None and ray.wait([self._warm], timeout=0)[0]:
@@ -127,6 +133,7 @@ class RayHand:
                 self._metadata = ray.get(self._warm)
             except RayError as error:
                 logger.warning("a worker process on node %s died: %s", self._node_id, error)
+                self._why = str(error).strip()
                 self._dead = True
             self._warm = None
         return self._metadata is not None and not self._dead

@@ -13,6 +13,7 @@ from samestep.cluster import dataparallel, ddp
 from samestep.cluster.actors import RayTarget, close_recorder, start_recorder
 from samestep.cluster.budget import BudgetWatch
 from samestep.cluster.debugger import Terminal
+from samestep.cluster.leftovers import forget_on_all_nodes
 from samestep.cluster.monitor import POLL_S, Monitor
 from samestep.cluster.placement import settle_mode
 from samestep.cluster.ray_private import worker_output_to
@@ -60,6 +61,7 @@ def run_on_ray(order: Order, observer: Observer) -> dict[str, Any]:
             with suppress(RecorderError, OSError):  # what is not delivered waits in the ledger
                 target.call("drain")
             monitor.poll()
+            forget_on_all_nodes(order.run_uri)
             return result
         finally:
             close_recorder(actor, target)

@@ -86,7 +86,7 @@ class Seats:
             if entry.get("state") == LOST:
                 remove_placement_group(self._groups.pop(number))
                 if number not in self._renewed:
-                    self._add(besides=avoided)
+                    self._add()
                 continue
             placed = entry.get("state") == PLACED
             node_id = str(entry["bundles_to_node_id"][0]) if placed else None

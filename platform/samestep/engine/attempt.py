@@ -54,6 +54,8 @@ from samestep.workload import load_workload
 
 logger = logging.getLogger(__name__)
 
+FORMING_S = 60.0
+"""At least so long a worker may stand still while the group forms: first calls are slow."""
 VERDICT_WAIT_S = 5.0
 FLUSH_S = 60.0
 
@@ -207,6 +209,7 @@ class _Attempt:
         resumption.keep(built, saved)
         resumption.release()
         exact = self._engine = self._make_engine(built, replicas)
+        self._watch(max(spec.faults.hang_timeout_s, FORMING_S))
         differing += forming.compare_group(
             spec, built=built, saved=saved, engine=exact, peers=peers, take=feed.take_apart
         )
@@ -239,7 +242,8 @@ class _Attempt:
             wants=place.wants,
             on_finished=place.on_finished,
         )
-        self._watch()
+        self._stop_watching()
+        self._watch(spec.faults.hang_timeout_s)
         survivor.forget()  # the loop holds the newest state from here on
         return self._loop.train()
 
@@ -268,14 +272,14 @@ class _Attempt:
             progress=self._progress,
         )
 
-    def _watch(self) -> None:
+    def _watch(self, timeout_s: float) -> None:
         """From now on somebody notices when this worker stands still."""
         if self._place.mode == "local":
             return  # the process is the caller's, and a debugger in it can't be told from a hang
         self._progress.at(Phase.STARTING, step=self._step)
         self._watchdog = Watchdog(
             self._progress,
-            timeout_s=self._spec.faults.hang_timeout_s,
+            timeout_s=timeout_s,
             report=partial(
                 _tell_stall,
                 self._place.target,

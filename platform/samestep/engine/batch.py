@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -30,13 +30,19 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
             return items
         if isinstance(batch, MappingProxyType):
             return MappingProxyType(items)
+        if not _has_changed(batch.values(), items.values()):
+            return batch
+        if not isinstance(batch, MutableMapping):
+            return _made(type(batch), items)
         made = _shallow_copy(batch)
         made.update(items)
         return made
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, list | tuple):
-        return _like(batch, [map_tensors(value, function) for value in batch])
+        values = [map_tensors(value, function) for value in batch]
+        # A tuple that holds no tensor may be of a type that can't be made anew (torch.Size).
+        if isinstance(batch, tuple) and not _has_changed(batch, values):
+            return batch
+        return _like(batch, values)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         made = _shallow_copy(batch)
         for field in dataclasses.fields(batch):
@@ -54,7 +60,28 @@ def _like(batch: Any, values: list[Any]) -> Any:
         made = _shallow_copy(batch)
         made[:] = values
         return made
-    return tuple.__new__(type(batch), values)
+    try:
+        made = tuple.__new__(type(batch), values)
+        if hasattr(batch, "__dict__"):
+            vars(made).update(vars(batch))
+        return made
+    except TypeError:  # a type of C's, such as torch.return_types.max
+        return _made(type(batch), values)
+
+
+def _made(kind: type[Any], content: Any) -> Any:
+    try:
+        return kind(content)
+    except Exception as error:
+        raise WorkloadError(
+            f"a batch holds a {kind.__module__}.{kind.__qualname__}, which can't be made anew with "
+            f"its tensors moved ({type(error).__name__}: {error}); return a dict, list, tuple, "
+            "NamedTuple or dataclass from collate"
+        ) from error
+
+
+def _has_changed(before: Iterable[Any], after: Iterable[Any]) -> bool:
+    return any(one is not other for one, other in zip(before, after, strict=True))
 
 
 def tensors_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,7 @@ from samestep.errors import (
 from samestep.exact.digest import ids_digest
 from samestep.exact.numerics import differences
 from samestep.exact.order import Order, ShardPlan
+from samestep.faults.progress import Phase
 from samestep.spec import JobSpec
 
 BATCH_NORM_MESSAGE = "Expected more than 1 value per channel"
@@ -99,6 +100,7 @@ def compare_canary(
     except SamestepError as error:
         failure = _with_advice(error, order, spec)
         message["error"] = str(failure)
+    engine.progress.at(Phase.EXCHANGE, step=0)
     everyone = peers.gather(message)()
     if failure is not None:
         raise failure

@@ -21,7 +21,7 @@ from samestep.engine.aftermath import WEIGHTS
 from samestep.engine.step import Reduced
 from samestep.errors import IncidentError
 from samestep.exact.ranges import StepRanges
-from samestep.incidents.detectors import Detectors, Finding
+from samestep.incidents.detectors import Detectors, Finding, overflows_to_least_scale
 from samestep.incidents.record import Incident
 from samestep.incidents.rollback import Rollback
 from samestep.names import IncidentKind
@@ -87,6 +87,9 @@ class Detection:
             length=settings.window,
             least=settings.least,
             threshold=settings.spike_score,
+            max_overflows=overflows_to_least_scale(
+                spec.scaler.init_scale, spec.scaler.backoff_factor
+            ),
             state=kept.get("windows"),
         )
         self._num_skips = int(kept.get("num_skips", 0))

@@ -7,18 +7,19 @@ not take fails as it does in DDP.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import DistError
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.engine.exchange import Traffic
 from samestep.engine.peers import Peers
 from samestep.engine.shard import ShardResult, forward_shard, in_user_code
 from samestep.engine.step import Reduced, Replica, TakeBatch
-from samestep.errors import PeerLostError
+from samestep.errors import PeerLostError, UserCodeError
 from samestep.exact.order import ShardPlan
 from samestep.exact.sums import mean_of_sums, weighted_mean
 from samestep.spec import JobSpec
@@ -37,6 +38,19 @@ class _LossModule(nn.Module):
         if batch is None:  # an idle worker takes part in the all-reduce with zeros
             return sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
         return self.loss_of(batch)
+
+
+@contextmanager
+def _peers_lost() -> Iterator[None]:
+    """DDP talks to the others within backward: what that raises is no error of the workload's."""
+    try:
+        yield
+    except (UserCodeError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, UserCodeError) else error
+        is_gloo = isinstance(cause, RuntimeError) and "/gloo/" in str(cause)
+        if is_gloo or isinstance(cause, DistError):
+            raise PeerLostError(f"lost another worker: {cause}") from error
+        raise
 
 
 class FastEngine:
@@ -92,9 +106,11 @@ class FastEngine:
                 )
                 results[plan.shard] = result
                 leaf = self._scale(result.loss / len(mine))
-                in_user_code(leaf.backward, f"backward of step {step}, shard {plan.shard}")
+                with _peers_lost():
+                    in_user_code(leaf.backward, f"backward of step {step}, shard {plan.shard}")
         if not mine:
-            self._ddp(None).backward()
+            with _peers_lost():
+                self._ddp(None).backward()
         shards = {
             str(shard): [result.loss_value, result.weight, result.metrics]
             for shard, result in results.items()

@@ -204,6 +204,7 @@ class Loop:
 
     def _train(self) -> bool:
         with self._timesheet.on(Activity.CHECKPOINT):
+            self._progress.at(Phase.CHECKPOINT, step=self._step)
             self._keeping.begin()
         self._catch_up()
         end_step, flag = self._built.end_step, Flag.GO_ON
@@ -215,12 +216,15 @@ class Loop:
             self._follow_up.go_on(self._step, self._flag)
         done = self._step >= end_step or self._appraisal.stop_reason is not None
         if not done and flag in (Flag.PARK, Flag.PARK_AND_SAVE):
+            self._progress.at(Phase.CHECKPOINT, step=self._step)
             self._evidence.finish(hurries=True)  # this process may not be in the next group
             if flag is Flag.PARK_AND_SAVE:
                 self._end()
             return False
         if done:
             self._follow_up.evaluate(self._step)
+        # Bounded by itself, tries and all: nobody here counts as hanging meanwhile.
+        self._progress.at(Phase.CHECKPOINT, step=self._step)
         self._evidence.finish(hurries=not done)  # while the recorder is there
         self._end()
         self._progress.at(Phase.ENDING, step=self._step)

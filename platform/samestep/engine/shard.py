@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from samestep.errors import NotExactError, SamestepError, UserCodeError, WorkloadError
 from samestep.exact.seeds import Purpose, seed_everything
+from samestep.exact.sums import exact_sum
 from samestep.spec import JobSpec
 from samestep.workload import Loss, Workload, advice_for
 
@@ -140,7 +141,7 @@ def metric_sums(
     for name, value in metrics.items():
         if isinstance(value, Tensor) and value.ndim == 1 and not value.is_complex():
             values = value.detach().to("cpu", torch.float64).tolist()
-            sums[name] = (math.fsum(values), float(len(values)))
+            sums[name] = (exact_sum(values), float(len(values)))
         elif isinstance(value, Real) or (
             isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()
         ):

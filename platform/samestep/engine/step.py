@@ -107,7 +107,7 @@ class StepEngine:
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
         progress: Progress | None = None,
     ) -> None:
-        self._progress = progress or Progress()
+        self.progress = progress or Progress()
         self.spec = spec
         self._workload = workload
         self.replicas = replicas
@@ -209,7 +209,7 @@ class StepEngine:
             _refuse_changed(replica.model, before, step)
             replica.buckets.flush()
         assert talk is not None
-        self._progress.at(Phase.EXCHANGE, step=step)
+        self.progress.at(Phase.EXCHANGE, step=step)
         reduced = self._reduce(step, self._checked(talk(), step))
         if audit is None:
             return reduced
@@ -224,9 +224,9 @@ class StepEngine:
         results: dict[int, ShardResult],
     ) -> ShardResult:
         """Forward of one shard, and what is kept of its buffers; `results` are those before it."""
-        self._progress.at(Phase.DATA, step=plan.step, shard=plan.shard)
+        self.progress.at(Phase.DATA, step=plan.step, shard=plan.shard)
         batch = take(plan, replica.device)
-        self._progress.at(Phase.FORWARD, step=plan.step, shard=plan.shard)
+        self.progress.at(Phase.FORWARD, step=plan.step, shard=plan.shard)
         replica.keeper.start_shard()
         result = forward_shard(
             self.spec,
@@ -254,7 +254,7 @@ class StepEngine:
         self, replica: Replica, result: ShardResult, step: int, shard: int, *, dry: bool = False
     ) -> None:
         """Backward of a shard into the buckets; `dry` completes none of them."""
-        self._progress.at(Phase.BACKWARD, step=step, shard=shard)
+        self.progress.at(Phase.BACKWARD, step=step, shard=shard)
         # Equal shards multiply by exactly 1, and fp16 does not overflow.
         leaf = self._scale(result.loss * (result.weight / self.nominal_weight))
         in_user_code(

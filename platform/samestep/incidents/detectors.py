@@ -20,8 +20,8 @@ from typing import Any, Final
 from samestep.names import IncidentKind
 
 MAD_TO_DEVIATION: Final = 1.4826
-MAX_OVERFLOWS: Final = 32
-"""Steps in a row that may overflow under loss scaling: from 65536 the scale is at 1 after 16."""
+LEAST_SCALE: Final = 2.0**-16
+"""Down to here a loss scale may fall by overflows in a row, as ordinary ones make it."""
 LEAST_SPREAD: Final = 1e-3
 """Share of the median below which a spread counts as this much: a plateau is no reason to worry."""
 
@@ -94,6 +94,11 @@ class Window:
         return statistics.median(self._values) if self._values else math.nan
 
 
+def overflows_to_least_scale(init_scale: float, backoff_factor: float) -> int:
+    """How many in a row bring a loss scale from where it began to `LEAST_SCALE`: usually 32."""
+    return max(1, math.ceil(math.log(init_scale / LEAST_SCALE) / -math.log(backoff_factor)))
+
+
 class Detectors:
     """Judges one step after another.
 
@@ -104,6 +109,7 @@ class Detectors:
         length: of the windows, in steps.
         least: steps before a spike can be told.
         threshold: robust z-score from which on a value is a spike.
+        max_overflows: so many in a row are an incident.
         state: what `state` gave.
     """
 
@@ -113,9 +119,11 @@ class Detectors:
         length: int,
         least: int,
         threshold: float,
+        max_overflows: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self._length = length
+        self._max_overflows = max_overflows
         kept = state or {}
         self._windows = {
             name: Window(length=length, least=least, threshold=threshold, values=kept.get(name, ()))
@@ -180,7 +188,7 @@ class Detectors:
 
     def _overflows(self, step: int) -> list[Finding]:
         in_a_row = self._num_odd.get("overflow", 0) + 1
-        if in_a_row < MAX_OVERFLOWS:
+        if in_a_row < self._max_overflows:
             return []
         message = f"step {step}: {in_a_row} steps in a row overflow, however small the loss scale"
         seen = {"overflows": in_a_row}

@@ -7,6 +7,7 @@ ends it.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from samestep.errors import CannotReplayError
 from samestep.faults.progress import Phase, Position, Progress
@@ -27,6 +28,8 @@ START_S: Final = 600.0
 STACKS_S: Final = 10.0
 _POLL_S: Final = 0.2
 _STACKS: Final = ".stacks"
+_TOLD: Final = "= "
+_OVER: Final = "over"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +37,19 @@ class Ended:
     """How the process ended.
 
     Attributes:
-        status: its exit status; None where it was killed or stood still.
-        signal: name of the signal that killed it; empty otherwise.
+        status: of the command, where it came to its end; None where a step ended the process, or
+            stood still.
+        how: a step ended it, as a predicate; empty where it stood still, or came to its end.
         position: the last one that it wrote down; None where it took no step.
         stacks: of its threads, where it stood still.
+        told: what it said, see `NotedProgress.say`.
     """
 
     status: int | None
-    signal: str = ""
+    how: str = ""
     position: Position | None = None
     stacks: str = ""
+    told: tuple[Mapping[str, Any], ...] = ()
 
 
 class NotedProgress(Progress):
@@ -62,7 +68,18 @@ class NotedProgress(Progress):
     def at(self, phase: Phase, *, step: int, shard: int = -1) -> None:
         """Marks a new position, and writes it down."""
         super().at(phase, step=step, shard=shard)
-        self._notes.write(f"{step} {phase} {shard}\n")
+        self._note(f"{step} {phase} {shard}")
+
+    def say(self, data: Mapping[str, Any]) -> None:
+        """Tells who watches something that JSON can hold."""
+        self._note(_TOLD + json.dumps(data))
+
+    def over(self) -> None:
+        """From here on an end is the command's own, and no longer a step's doing."""
+        self._note(_OVER)
+
+    def _note(self, line: str) -> None:
+        self._notes.write(line + "\n")
         self._notes.flush()
 
 
@@ -111,8 +128,7 @@ def _watch(process: subprocess.Popen[bytes], notes: Path, still_s: float) -> End
             status = None
         text = notes.read_text(encoding="ascii") if notes.exists() else ""
         if status is not None:
-            killed = signal.Signals(-status).name if status < 0 else ""
-            return Ended(status=None if killed else status, signal=killed, position=_position(text))
+            return _ended(status, notes.read_text(encoding="ascii") if notes.exists() else "")
         if text != seen:
             seen, since = text, time.monotonic()
         waited_s = time.monotonic() - since
@@ -122,7 +138,24 @@ def _watch(process: subprocess.Popen[bytes], notes: Path, still_s: float) -> End
                 "takes too long to build, or stands still before it"
             )
         if seen and waited_s > still_s:
-            return Ended(status=None, position=_position(seen), stacks=_stacks(process, notes))
+            stacks = _stacks(process, notes)
+            return Ended(status=None, position=_position(seen), stacks=stacks, told=_told(seen))
+
+
+def _ended(status: int, text: str) -> Ended:
+    position = _position(text)
+    if status < 0:
+        how = f"was ended by {signal.Signals(-status).name}"
+    elif position is None or _OVER in text.splitlines():
+        return Ended(status=status, position=position)
+    else:  # os._exit, or a library's exit(): no status of this command's
+        how = f"ended itself with status {status}"
+    return Ended(status=None, how=how, position=position, told=_told(text))
+
+
+def _told(text: str) -> tuple[Mapping[str, Any], ...]:
+    whole = text.rpartition("\n")[0].splitlines()
+    return tuple(json.loads(line.removeprefix(_TOLD)) for line in whole if line.startswith(_TOLD))
 
 
 def _stacks(process: subprocess.Popen[bytes], notes: Path) -> str:
@@ -138,7 +171,7 @@ def _stacks(process: subprocess.Popen[bytes], notes: Path) -> str:
 
 
 def _position(text: str) -> Position | None:
-    lines = [line.split() for line in text.splitlines()]
+    lines = [line.split() for line in text.splitlines() if not line.startswith(_TOLD)]
     whole = [line for line in lines if len(line) == 3]
     if not whole:
         return None

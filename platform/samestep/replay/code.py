@@ -6,11 +6,22 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from samestep.errors import CannotReplayError, WorkloadError
 from samestep.replay.source import Rebuilding, Source
 from samestep.spec import JobSpec
 from samestep.workload import Workload, load_workload
+
+DISTRIBUTIONS: Final = {
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv_python",
+    "pil": "pillow",
+    "skimage": "scikit_image",
+    "sklearn": "scikit_learn",
+    "yaml": "pyyaml",
+}
+"""Of packages that are not called as their modules are, and are not here to be asked."""
 
 
 def loaded(source: Source, spec: JobSpec, search: Sequence[Path]) -> Workload:
@@ -60,7 +71,9 @@ def modules_of(workload: Workload, search: Sequence[Path]) -> list[str]:
 
 
 def _version_of(module: str, packages: Mapping[str, str]) -> str:
+    top = module.partition(".")[0].lower()
+    top = DISTRIBUTIONS.get(top, top)
     for name, version in packages.items():
-        if name.lower().replace("-", "_") == module.partition(".")[0].lower():
+        if name.lower().replace("-", "_") == top:
             return f"{name}=={version}"
     return ""

@@ -58,12 +58,7 @@ def headline(found: Replayed) -> str:
     """The verdict in one line."""
     step, first = found.step, found.first_difference
     if found.ended:
-        is_same = found.verdict is Verdict.REPRODUCED
-        return (
-            f"reproduced: {found.ended}, as in the run"
-            if is_same
-            else (f"not reproduced: {found.ended}")
-        )
+        return _headline_of_end(found)
     if found.audited is not None and found.raised is None and first is None:
         return found.audited.headline()
     if found.verdict is Verdict.NOT_REPRODUCED:
@@ -88,9 +83,21 @@ def headline(found: Replayed) -> str:
     return f"reproduced{' ' if exactly else ''}{exactly}: {what}"
 
 
+def _headline_of_end(found: Replayed) -> str:
+    """Of a step that took its process with it, or stands still."""
+    if found.verdict is Verdict.NOT_REPRODUCED:
+        first = found.first_difference
+        before = (
+            "" if first is None else f", after a first difference at step {first[0]}: {first[1]}"
+        )
+        return f"not reproduced: {found.ended}{before}"
+    how = "" if found.verdict is Verdict.REPRODUCED else " within tolerance, under other numerics"
+    return f"reproduced{how}: {found.ended}, as in the run"
+
+
 def _what_was_taken(found: Replayed) -> str:
-    if found.ended:
-        return "nothing was compared: the process did not come to an end of its own"
+    if found.ended and not found.steps:
+        return "nothing was compared: the first step did not come to an end"
     if found.is_behind:
         return f"went on from the state right after the update of step {found.step}"
     last = found.steps[-1].step if found.steps else found.first_step

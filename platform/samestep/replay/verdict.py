@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bdb import BdbQuit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -17,7 +17,6 @@ from samestep.errors import CannotReplayError, ExitStatus, SamestepError
 from samestep.exact import numerics
 from samestep.incidents.record import Incident
 from samestep.names import IncidentKind
-from samestep.replay.apart import Ended
 from samestep.replay.audited import Audit, Audited
 from samestep.replay.bench import Place
 from samestep.replay.raised import Raised
@@ -159,6 +158,7 @@ class Weights:
 
 
 BeforeStep = Callable[[Taker], None]
+OnCompared = Callable[[Compared], None]
 
 
 def replay(
@@ -168,6 +168,7 @@ def replay(
     num_after: int = 0,
     before_step: BeforeStep = lambda taker: None,
     on_step: Callable[[int], None] = lambda step: None,
+    on_compared: OnCompared = lambda compared: None,
 ) -> Replayed:
     """Takes the steps from the source's state through its step, and compares each.
 
@@ -177,6 +178,7 @@ def replay(
         num_after: steps to go on with behind it.
         before_step: called when all is ready for the step.
         on_step: told of each step before it is taken.
+        on_compared: told of each step whose values were there.
 
     Raises:
         CannotReplayError: something is missing.
@@ -188,7 +190,9 @@ def replay(
     if differing:
         tolerance = numerics.tolerance(taker.spec.precision, source.numerics, taker.fingerprint)
     first_step = taker.step
-    passage = _Passage(taker, source, tolerance=tolerance, before_step=before_step)
+    passage = _Passage(
+        taker, source, tolerance=tolerance, before_step=before_step, on_compared=on_compared
+    )
     if taker.is_behind:
         on_step(source.step)
         passage.take_rest()
@@ -219,10 +223,16 @@ class _Passage:
     """Takes steps, and keeps what each came to; the attributes are those of `Replayed`."""
 
     def __init__(
-        self, taker: Taker, source: Source, *, tolerance: float | None, before_step: BeforeStep
+        self,
+        taker: Taker,
+        source: Source,
+        *,
+        tolerance: float | None,
+        before_step: BeforeStep,
+        on_compared: OnCompared,
     ) -> None:
         self._taker, self._source, self._tolerance = taker, source, tolerance
-        self._before_step = before_step
+        self._before_step, self._on_compared = before_step, on_compared
         self._known = _Known(source)
         self._audit = Audit.in_incident(source.incident, num_shards=taker.spec.shards)
         self.compared: list[Compared] = []
@@ -250,6 +260,7 @@ class _Passage:
             return
         [taken] = found
         self.compared.append(_compared(taken, self._known.of(step, taken.record), self._tolerance))
+        self._on_compared(self.compared[-1])
         if step == source.step:
             self.weights = _weights_of(source, taker)
         with_hooks = step == source.step and _may_raise(source)
@@ -274,10 +285,18 @@ def take_again(
     num_after: int = 0,
     before_step: BeforeStep = lambda taker: None,
     on_step: Callable[[int], None] = lambda step: None,
+    on_compared: OnCompared = lambda compared: None,
 ) -> tuple[Replayed, Taker]:
     """`replay` with a new taker, which is given back for a closer look; close it."""
     taker = Taker(source, spec=source.spec, place=place, last_step=source.step + num_after)
-    found = replay(taker, source, num_after=num_after, before_step=before_step, on_step=on_step)
+    found = replay(
+        taker,
+        source,
+        num_after=num_after,
+        before_step=before_step,
+        on_step=on_step,
+        on_compared=on_compared,
+    )
     return found, taker
 
 
@@ -305,34 +324,6 @@ def _unless_left(error: SamestepError) -> None:
     """A debugger that was left within the workload's code raises through it."""
     if isinstance(error.__cause__, BdbQuit):
         raise error.__cause__
-
-
-def judge_ended(incident: Incident, ended: Ended) -> Replayed:
-    """The verdict on a step that took its process with it, or stands still."""
-    kind = IncidentKind.CRASH if ended.signal else IncidentKind.HANG
-    where = ended.position if ended.position is not None else "its start"
-    step = ended.position.step if ended.position is not None else -1
-    told = f"the process was ended by {ended.signal} in" if ended.signal else "it stands still in"
-    stood = _stood_in(incident)
-    again = kind is incident.kind and step == incident.step and stood in ("", str(where))
-    then = f"the run met {incident.kind} at step {incident.step}"
-    return Replayed(
-        verdict=Verdict.REPRODUCED if again else Verdict.NOT_REPRODUCED,
-        step=incident.step,
-        first_step=max(step, 0),
-        steps=(),
-        incident=incident,
-        ended=f"{told} {where}",
-        stacks=ended.stacks,
-        notes=() if again else (then + (f", in {stood}" if stood else ""),),
-    )
-
-
-def _stood_in(incident: Incident) -> str:
-    """Where the worker to blame stood still, as it told; empty where it could not tell."""
-    workers = incident.seen.get("workers")
-    told = workers.get(str(incident.world_rank)) if isinstance(workers, Mapping) else None
-    return str(told.get("place", "")) if isinstance(told, Mapping) else ""
 
 
 class _Known:
@@ -403,15 +394,20 @@ def _raised_then(incident: Incident | None) -> Raised | None:
     return Raised.in_incident(incident)
 
 
+def verdict_of(compared: Sequence[Compared]) -> Verdict:
+    """What the values of all steps say."""
+    if any(item.apart for item in compared):
+        return Verdict.NOT_REPRODUCED
+    if any(item.differences for item in compared):
+        return Verdict.WITHIN_TOLERANCE
+    return Verdict.REPRODUCED
+
+
 def _verdict(source: Source, passage: _Passage, then: Raised | None) -> tuple[Verdict, list[str]]:
     compared, raised = passage.compared, passage.raised
     audited, weights = passage.audited, passage.weights
     notes: list[str] = []
-    values = Verdict.REPRODUCED
-    if any(item.apart for item in compared):
-        values = Verdict.NOT_REPRODUCED
-    elif any(item.differences for item in compared):
-        values = Verdict.WITHIN_TOLERANCE
+    values = verdict_of(compared)
     incident = source.incident
     if raised is not None:
         if then is not None and raised.same_as(then) and compared[-1].step == source.step:

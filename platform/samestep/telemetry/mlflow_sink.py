@@ -40,7 +40,7 @@ from samestep.telemetry.tracking_file import (
     without_password,
     write_tracked,
 )
-from samestep.telemetry.tracking_names import flatten, tracked_params
+from samestep.telemetry.tracking_names import flatten, tracked_name, tracked_params
 
 INTERVAL_S: Final = 3.0
 REQUIRED_TIMEOUT_S: Final = 45.0
@@ -311,7 +311,7 @@ class MlflowSink:
         }
         for path, value in tracked_params(params).items():
             if there.get(path, value) != value:  # parameters can't change in MLflow
-                tags[f"{TAG_SPEC_PREFIX}{path}"[:250]] = value
+                tags[tracked_name(f"{TAG_SPEC_PREFIX}{path}")] = value
         return tags
 
     def _keep_models(self, made: Tracked) -> None:

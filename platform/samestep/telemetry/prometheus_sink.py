@@ -271,7 +271,7 @@ class PrometheusSink:
                 f"http://{host}:{self._port}{PATH}", timeout=PROBE_TIMEOUT_S
             ) as answer:
                 text = answer.read(10_000_000).decode()
-        except (OSError, ValueError):
+        except GATEWAY_ERRORS:  # also who answers, but not in HTTP
             return None
         for line in text.splitlines():
             if line.startswith(f"{Metrics.RUN_INFO.name}{{"):

@@ -21,6 +21,8 @@ COUNTED_FROM_THE_START: Final = (
     *(Metrics.SENT_BYTES, Metrics.ATTEMPTS, Metrics.REDONE_STEPS, Metrics.CHECKPOINTS),
     Metrics.CHECKPOINT_FAILURES,
 )
+MAX_USERS_METRICS: Final = 200
+"""Names of the workload's metrics that are shown, of steps and of evaluations."""
 RESTART_CAUSES: Final = (*map(str, RestartCause), *map(str, IncidentKind))
 STATE_SOURCES: Final = tuple(str(s) for s in StateSource if s is not StateSource.LIVE)
 """Where an attempt's state may come from."""
@@ -72,6 +74,7 @@ class Totals:
         self._last_incident: str | None = None
         self._restarted: str | None = None
         self._num_recoveries = 0
+        self._num_users: dict[Metric, int] = {}
         for metric in COUNTED_FROM_THE_START:
             self.values[metric, ()] = 0.0
         for kind in IncidentKind:
@@ -127,7 +130,7 @@ class Totals:
         for group, rate in enumerate(record.lr):
             self._show(Metrics.LEARNING_RATE, rate, str(group))
         for name, value in record.metrics.items():
-            self._show(Metrics.TRAIN, value, name)
+            self._show_users(Metrics.TRAIN, value, name)
 
     def _add_timing(self, timing: Mapping[str, float]) -> None:
         if "step_s" not in timing:
@@ -172,7 +175,7 @@ class Totals:
                 self._count(Metrics.CHECKPOINT_FAILURES)
             case Event.EVALUATION:
                 for name, value in fields.get("metrics", {}).items():
-                    self._show(Metrics.EVALUATION, value, name)
+                    self._show_users(Metrics.EVALUATION, value, name)
             case Event.INCIDENT:
                 self._last_incident = str(fields.get("kind", ""))
                 self._count(Metrics.INCIDENTS, 1, self._last_incident)
@@ -250,6 +253,14 @@ class Totals:
 
     def _count(self, metric: Metric, amount: float = 1, *labels: str) -> None:
         self.values[metric, labels] = self.values.get((metric, labels), 0.0) + amount
+
+    def _show_users(self, metric: Metric, value: float, name: str) -> None:
+        """One of the workload's: names that it makes up as it goes are series for ever."""
+        if (metric, (name,)) not in self.values:
+            if self._num_users.get(metric, 0) >= MAX_USERS_METRICS:
+                return
+            self._num_users[metric] = self._num_users.get(metric, 0) + 1
+        self._show(metric, value, name)
 
     def _show(self, metric: Metric, value: float | None, *labels: str) -> None:
         if value is not None:

@@ -25,6 +25,7 @@ MAX_PARAM: Final = 500
 """Older servers take no more."""
 MAX_TAG: Final = 5000
 _ODD = re.compile(r"[^A-Za-z0-9_\-. /]")
+_AMBIGUOUS = re.compile(r'[."]')
 _SLASH = re.compile(r"^/|/$|(?<=/)/")
 _DOTS = re.compile(r"(?:(?<=/)|^)\.(?=\.?(?:/|$))|^\.(?=\.)")
 
@@ -61,10 +62,13 @@ def evaluation_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, floa
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings as dotted paths to texts; everything but text as JSON."""
+    """Nested mappings as dotted paths to texts; everything but text as JSON.
+
+    A key with a dot or a quote in it is quoted, so that no two paths meet.
+    """
     flat: dict[str, str] = {}
     for key, value in data.items():
-        path = f"{prefix}{key}"
+        path = prefix + (json.dumps(key) if _AMBIGUOUS.search(str(key)) else str(key))
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{path}.")
         else:

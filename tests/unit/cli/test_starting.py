@@ -152,6 +152,19 @@ def test_the_module_shadows_no_other(name: str, module: str) -> None:
     assert scaffold.module_name(name) == module
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("mine", "Mine"),
+        ("none", "NoneJob"),
+        ("loss", "LossJob"),
+        ("tensor_dataset", "TensorDatasetJob"),
+    ],
+)
+def test_the_class_of_a_scaffold_has_a_name_that_is_free(module: str, name: str) -> None:
+    assert scaffold.class_name(module) == name
+
+
 def test_init_refuses_a_folder_that_holds_something_and_a_name_that_no_run_can_have(
     samestep: Command,
 ) -> None:

@@ -15,6 +15,7 @@ class FakeHand:
         self.node_id = node_id
         self.seat = seat
         self.ready, self.dead, self.ended = ready, False, False
+        self.why = ""
 
     def is_ready(self) -> bool:
         return self.ready and not self.dead

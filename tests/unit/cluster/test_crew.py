@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 from hands import Cluster, FakeHand
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.cluster.crew import SUSPECT_S, pick
+from samestep.cluster.crew import AGAIN_S, MAX_AGAIN_S, START_S, SUSPECT_S, pick
 
 
 def staffed(*nodes: str | None, num_spares: int = 1) -> tuple[Cluster, dict[int, FakeHand]]:
@@ -59,6 +62,41 @@ def test_spares_wait_for_those_who_come_to_a_seat() -> None:
     cluster.hired[0].ready = True
     cluster.crew.tend(cluster.look(), hire=True, refill=True)
     assert [hand.seat for hand in cluster.hired] == [0, None]
+
+
+def test_a_process_whose_seat_is_gone_is_ended() -> None:
+    cluster, ready = staffed("a", "b")
+    del cluster.nodes[1]
+    cluster.crew.tend(cluster.look(), hire=False, refill=False)
+    assert ready[1].ended
+    assert not ready[0].ended
+
+
+def test_one_that_hangs_in_its_imports_makes_room_for_another() -> None:
+    cluster = Cluster("a", ready=False)
+    cluster.crew.tend(cluster.look(), hire=True, refill=False)
+    cluster.now += START_S - 1
+    cluster.crew.tend(cluster.look(), hire=True, refill=False)
+    assert len(cluster.hired) == 1
+    cluster.now += 2
+    cluster.crew.tend(cluster.look(), hire=True, refill=False)
+    assert [hand.ended for hand in cluster.hired] == [True, False]
+
+
+def test_where_processes_die_while_they_start_the_next_comes_later_each_time() -> None:
+    cluster = Cluster("a", ready=False)
+    times = []
+    for _ in range(4000):
+        num_before = len(cluster.hired)
+        cluster.crew.tend(cluster.look(), hire=True, refill=False)
+        if len(cluster.hired) > num_before:
+            times.append(cluster.now)
+        cluster.hired[-1].dead = True
+        cluster.now += 0.1
+    pauses = [later - one for one, later in itertools.pairwise(times)]
+    assert pauses[0] == pytest.approx(0.1)  # once may be chance
+    assert pauses[1:4] == pytest.approx([2 * AGAIN_S, 3 * AGAIN_S, 4 * AGAIN_S], abs=0.3)
+    assert max(pauses) == pytest.approx(MAX_AGAIN_S, abs=0.3)
 
 
 def test_a_worker_on_a_drained_node_works_on_until_it_is_let_go() -> None:

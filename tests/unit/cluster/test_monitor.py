@@ -61,6 +61,18 @@ def test_a_second_ctrl_c_interrupts_at_once_and_the_handlers_are_put_back(tmp_pa
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_the_first_ctrl_c_is_the_first_although_the_budget_has_asked_for_a_stop_before(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder()
+    monitor = Monitor(recorder, lambda status: None, unlimited(tmp_path))
+    monitor.ask_to_stop("budget")
+    with monitor.signals():
+        os.kill(os.getpid(), signal.SIGINT)
+    monitor.poll()
+    assert recorder.stops == ["budget"]
+
+
 @pytest.mark.parametrize("away", [ConnectionError("away"), StorageError("no space is left")])
 def test_each_message_is_shown_once_and_a_recorder_that_is_away_does_no_harm(
     tmp_path: Path, away: Exception

@@ -89,8 +89,10 @@ def test_processes_that_only_start_are_given_longer_before_the_wait_is_told() ->
     assert muster.waits_for() == ""
     cluster.now += TELL_STARTING_S - TELL_S
     assert "0 of at least 2 (at most 2) are ready, 2 are starting" in muster.waits_for()
+    cluster.hired[-1].dead, cluster.hired[-1].why = True, "no module named data"
     cluster.now += 601
-    with pytest.raises(TimeoutError, match=r"2 of at least 2 .* have room, but 0 of their"):
+    told = r"2 of at least 2 .* have room, but 0 of their .*could not start: no module named data"
+    with pytest.raises(TimeoutError, match=told):
         muster.assemble([])
 
 

@@ -83,6 +83,20 @@ class Late(Base):
         return super().loss(model, batch)
 
 
+class Leaves(Base):
+    """Worker 1 raises in its second step, and leaves the group by that."""
+
+    step = 0
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        self.step = step
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
+        if self.step == 1 and dist.get_rank() == 1:
+            raise ValueError("leaves")
+        return super().loss(model, batch)
+
+
 class Hanging(Base):
     """Storage does not answer worker 1 when it writes of step 2, until step 5 was taken.
 

@@ -36,6 +36,13 @@ def test_fast_reduction_trains_batch_norm_dropout_and_uneven_shards(results: Res
         final_weights(results("engine", world_size, spec=spec, num_steps=NUM_STEPS))
 
 
+def test_who_loses_another_worker_within_backward_does_not_blame_the_workload(pool: Pool) -> None:
+    spec = spec_of("slow_cases:Leaves", shards=2, reduction="fast")
+    (_, first), (_, other) = gathered(pool, "engine", 2, spec=spec, num_steps=2)
+    assert (first[0], other[0]) == ("PeerLostError", "UserCodeError")
+    assert first[1].startswith("lost another worker: ")
+
+
 def test_fast_reduction_with_a_branch_fails_as_stock_ddp_does(pool: Pool) -> None:
     spec = spec_of("Branching", shards=2, reduction="fast", faults={"hang_timeout_s": 5})
     answers = gathered(pool, "engine", 2, spec=spec, num_steps=2)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from attempts import Train, everywhere
 from pool import spec_of
-from torch import nn
+from torch import Tensor, nn
 
 from samestep import parse_spec
 from samestep.checkpoint.state import Parts
 from samestep.engine.batch import map_tensors
+from samestep.engine.shard import metric_sums
 from samestep.engine.update import apply_update, make_scaler
+from samestep.errors import WorkloadError
 
 
 def meddling(deed: str) -> dict[str, Any]:
@@ -91,6 +96,75 @@ def test_an_overflow_is_known_even_where_the_scale_can_not_fall_further() -> Non
         model[0].grad = torch.full((1,), float("nan"))
         assert apply_update(spec, parts, list(model), step=step, device=device).skipped
     assert model[0].item() == 0.0
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Any
+
+
+class Marked(Point):
+    """Its constructor takes something else than its values."""
+
+    def __new__(cls, x: Tensor) -> Marked:
+        made = super().__new__(cls, x, "y")
+        made.tag = "t"
+        return made
+
+
+class Frozen(Mapping[str, Any]):
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def test_tuples_and_mappings_that_can_not_be_written_to_are_made_anew() -> None:
+    x = torch.ones(2, 2)
+    batch = {
+        "shape": x.shape,
+        "largest": torch.max(x, dim=1),
+        "time": time.gmtime(0),
+        "marked": Marked(x),
+        "frozen": Frozen({"x": x}),
+    }
+    made = map_tensors(batch, lambda tensor: tensor + 1)
+    assert {name: type(value) for name, value in made.items()} == {
+        name: type(value) for name, value in batch.items()
+    }
+    assert made["shape"] is x.shape or made["shape"] == (2, 2)
+    assert made["largest"].values.tolist() == [2.0, 2.0]
+    assert made["time"] is batch["time"]
+    assert (made["marked"].x.tolist(), made["marked"].y) == ([[2.0] * 2] * 2, "y")
+    assert made["marked"].tag == "t"
+    assert made["frozen"]["x"].tolist() == [[2.0] * 2] * 2
+
+
+def test_a_type_that_can_not_be_made_anew_is_named() -> None:
+    class Odd(Frozen):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__({"x": torch.ones(1)})
+
+    with pytest.raises(WorkloadError, match=r"a batch holds a .*Odd, which can't be made anew"):
+        map_tensors([Odd(1, 2)], lambda tensor: tensor + 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "total"),
+    [([math.inf, -math.inf, 1.0], math.nan), ([1e308, 1e308, -1e308], 1e308)],
+)
+def test_infinities_of_both_signs_in_a_metric_are_no_error(
+    values: list[float], total: float
+) -> None:
+    sums = metric_sums({"m": torch.tensor(values, dtype=torch.float64)}, 3.0, "here")
+    assert sums["m"] == pytest.approx((total, 3.0), nan_ok=True)
 
 
 def test_sequences_and_mappings_of_any_constructor_keep_their_type() -> None:

@@ -7,14 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.incidents.detectors import Detectors, Finding, Window
+from samestep.incidents.detectors import (
+    LEAST_SCALE,
+    Detectors,
+    Finding,
+    Window,
+    overflows_to_least_scale,
+)
 from samestep.names import IncidentKind
 
 FINITE = st.floats(min_value=-1e6, max_value=1e6)
 
 
 def make(**fields: Any) -> Detectors:
-    return Detectors(**{"length": 8, "least": 4, "threshold": 10.0, **fields})
+    defaults = {"length": 8, "least": 4, "threshold": 10.0, "max_overflows": 32}
+    return Detectors(**{**defaults, **fields})
 
 
 def feed(detectors: Detectors, losses: list[float], *, start: int = 0) -> list[list[Finding]]:
@@ -32,6 +39,19 @@ def test_what_is_not_finite_is_found_at_the_first_step(value: float) -> None:
     assert found.message == f"step 0: loss {value}"
     (found,) = make().judge(step=3, loss=1.0, grad_norm=value)
     assert found.message == f"step 3: grad_norm {value}"
+
+
+@pytest.mark.parametrize(
+    ("init_scale", "backoff_factor", "num"),
+    [(65536.0, 0.5, 32), (65536.0, 0.9, 211), (1e38, 0.5, 143)],
+)
+def test_overflows_are_ordinary_until_the_scale_is_down(
+    init_scale: float, backoff_factor: float, num: int
+) -> None:
+    assert overflows_to_least_scale(init_scale, backoff_factor) == num
+    assert (
+        init_scale * backoff_factor**num <= LEAST_SCALE < init_scale * backoff_factor ** (num - 1)
+    )
 
 
 def test_overflows_under_loss_scaling_are_an_incident_only_when_the_scale_does_not_help() -> None:

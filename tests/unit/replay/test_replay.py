@@ -346,6 +346,7 @@ def test_a_step_that_takes_its_process_with_it_is_taken_by_another_one(
     here, there = (f"{phase} of step 6, shard 1" for phase in ("forward", "backward"))
     for name, kind, argument, place in (
         ("crash", IncidentKind.CRASH, "kills", None),
+        ("exit", IncidentKind.CRASH, "exits", None),
         ("hang", IncidentKind.HANG, "hangs", None),  # stopped, say: it could not tell where
         ("here", IncidentKind.HANG, "hangs", here),
         ("there", IncidentKind.HANG, "hangs", there),
@@ -369,10 +370,13 @@ def test_a_step_that_takes_its_process_with_it_is_taken_by_another_one(
     finally:
         for name in written:
             run.delete(f"incidents/{name}")
-    assert [result.status for result in found] == [0, 0, 0, int(ExitStatus.DIFFERENT)]
+    assert [result.status for result in found] == [0, 0, 0, 0, int(ExitStatus.DIFFERENT)]
+    for result in found:  # from the checkpoint after step 4 on
+        assert (result.data["first_step"], result.data["compared"]) == (4, 2)
     stands_still = f"it stands still in {here}"
     assert [result.data["ended"] for result in found] == [
         f"the process was ended by SIGKILL in {here}",
+        f"the process ended itself with status 0 in {here}",
         *[stands_still] * 3,
     ]
     assert found[-1].data["notes"] == [f"the run met hang at step 6, in {there}"]

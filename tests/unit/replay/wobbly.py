@@ -60,6 +60,7 @@ class Wobbly(Workload):
         raises: int | None = None,
         kills: int | None = None,
         hangs: int | None = None,
+        exits: int | None = None,
         tilts: int | None = None,
         loud: int | None = None,
         momentum: float = 0.9,
@@ -71,7 +72,7 @@ class Wobbly(Workload):
         nudged_at: int | None = None,
     ) -> None:
         self.poisoned, self.large, self.raises = poisoned, large, raises
-        self.kills, self.hangs, self.tilts = kills, hangs, tilts
+        self.kills, self.hangs, self.tilts, self.exits = kills, hangs, tilts, exits
         self.token, self.count = token, 0
         self.loud, self.momentum, self.lr = loud, momentum, lr
         self.idle, self.moved_at, self.nudged_at = idle, moved_at, nudged_at
@@ -109,6 +110,8 @@ class Wobbly(Workload):
         here = set(batch["index"].tolist())
         if self.kills in here:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.exits in here:
+            os._exit(0)
         if self.hangs in here:
             threading.Event().wait()
         if self.raises in here:

@@ -21,6 +21,7 @@ from samestep.names import TARGETS_DIR, IncidentKind, TimePart
 from samestep.telemetry.prometheus_sink import PrometheusSink
 from samestep.telemetry.sink import RunInfo
 from samestep.telemetry.targets import announced
+from samestep.telemetry.totals import MAX_USERS_METRICS, Totals
 
 
 def test_the_page_shows_what_the_run_did(open_page: Open, tell_steps: Any) -> None:
@@ -122,6 +123,21 @@ def test_a_port_taken_by_another_program_is_refused_by_name(open_page: Open) -> 
         with pytest.raises(InputError, match=rf"port {port} on 127\.0\.0\.1 is taken.*0 for any"):
             open_page(port=port)
     open_page(port=port)
+
+
+def test_a_port_whose_owner_does_not_talk_http_is_refused_all_the_same(open_page: Open) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def greet() -> None:
+            with other.accept()[0] as connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(InputError, match=rf"port {port} on 127\.0\.0\.1 is taken"):
+            open_page(port=port)
+        thread.join()
 
 
 def test_two_runs_with_one_port_both_have_a_page_of_their_own(
@@ -323,6 +339,15 @@ def test_saves_that_failed_are_counted(open_page: Open, tell_steps: Any) -> None
     assert value(samples, Metrics.CHECKPOINT_FAILURES) == 2
     assert value(samples, Metrics.CHECKPOINTS) == 0
     assert value(samples, Metrics.INCIDENTS, kind="storage") == 1
+
+
+def test_metrics_whose_names_never_end_are_so_many_series_at_most(make_step: Any) -> None:
+    totals = Totals()
+    for step in range(MAX_USERS_METRICS + 20):
+        totals.show(make_step(step, metrics={f"loss_{step}": 1.0, "m": 2.0}))
+    shown = [labels for metric, labels in totals.values if metric is Metrics.TRAIN]
+    assert len(shown) == MAX_USERS_METRICS
+    assert ("m",) in shown
 
 
 def test_a_loss_that_is_nan_is_shown_as_such(open_page: Open, tell_steps: Any) -> None:

@@ -93,6 +93,14 @@ def test_nested_fields_become_paths_and_values_json() -> None:
     }
 
 
+def test_keys_with_dots_do_not_meet_nested_ones() -> None:
+    data = {"args": {"layers": {"a.b": 1, 'a."b': 3, "a": {"b": 2, '"b': 4}}}}
+    flat = flatten(data)
+    assert sorted(flat.values()) == ["1", "2", "3", "4"]
+    assert flat['args.layers."a.b"'] == "1"
+    assert len(tracked_params(flat)) == 4
+
+
 def test_a_step_has_points_for_what_it_has_only() -> None:
     assert dict(step_metrics(RECORD)) == {"loss": 0.5, "lr": 0.1}
     full = replace(RECORD, grad_norm=2.0, lr=[0.1, 0.2], skipped=True, metrics={"loss": 3.0})
