@@ -170,6 +170,16 @@ def _has_mark(process: psutil.Process, mark: str, end: float) -> bool:
         pause.wait(0.001)
 
 
+def _command_of(process: psutil.Process, end: float) -> str:
+    """Its command line, which is empty for a moment too."""
+    pause = threading.Event()
+    while not (command := process.cmdline()) and time.monotonic() < end:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            break
+        pause.wait(0.001)
+    return " ".join(command)
+
+
 def _leaked_processes(before: set[int], mark: str) -> list[str]:
     own, end = os.getpid(), time.monotonic() + STARTING_S
     found: list[tuple[psutil.Process, str]] = []
@@ -178,7 +188,7 @@ def _leaked_processes(before: set[int], mark: str) -> list[str]:
             process = psutil.Process(pid)
             if process.ppid() != own and not _has_mark(process, mark, end):
                 continue
-            command = " ".join(process.cmdline())
+            command = _command_of(process, end)
         except psutil.Error:
             continue  # ended meanwhile, or another user's
         if not any(name in command for name in KEPT_BY_PYTHON):

@@ -20,10 +20,9 @@ def test_every_number_of_workers_and_every_mode_gives_the_same_ledger_and_weight
     make_spec: MakeSpec, folder: Path, straight: Outcome
 ) -> None:
     assert (straight.status, straight.step) == ("done", 12)
-    others = {
+    others = {  # two workers train in many other tests
         "one": make_spec(mode="ddp", workers=1),
-        "two": make_spec(mode="ddp", workers=2, loader_processes=2),
-        "three": make_spec(mode="ddp", workers=3),
+        "three": make_spec(mode="ddp", workers=3, loader_processes=1),
         "actor": make_spec(mode="dataparallel"),
     }
     for name, spec in others.items():

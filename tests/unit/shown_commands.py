@@ -74,7 +74,7 @@ COMMANDS: dict[str, dict[str, Here | Elsewhere]] = {
             "takes minutes and the network",
             f"{FRESH}::test_make_venv_sets_up_the_command_and_has_nothing_to_do_again",
         ),
-        "make lint": Elsewhere("takes a minute; CI runs it", ".ci/run::step make lint"),
+        "make lint": Elsewhere("takes a minute; CI runs it", ".ci/run::target lint train"),
         "make test": Elsewhere(
             "would run this test", f"{FRESH}::test_make_test_passes_for_a_user_without_rights"
         ),
