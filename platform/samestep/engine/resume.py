@@ -95,6 +95,8 @@ class Resumption:
         self._target = target
         self._attempt = int(status["attempt"])
         self._num_steps = int(status["step"])
+        committed = status.get("last_checkpoint")
+        self._committed = None if committed is None else int(committed["step"])
         self._way = self._way_by(status["rollbacks"])
         self._held = self._usable(survivor.held(run.uri))
         self._held_in = Source.SURVIVOR
@@ -347,8 +349,8 @@ class Resumption:
 
     def _newest(self) -> tuple[State, str] | None:
         found, rejected = self._newest_on_the_way()
-        # One whose writer was killed has no manifest: it never was a checkpoint.
-        damaged = [item for item in rejected if not item.unfinished]
+        # One whose writer was killed has no manifest: it never was a checkpoint, by the ledger too.
+        damaged = [d for d in rejected if not d.unfinished or d.step == self._committed]
         lines = []
         for item in damaged:
             incident = Incident(
@@ -363,7 +365,9 @@ class Resumption:
             )
             self._target.call("record_incident", self._attempt, incident.to_json())
             lines.append(incident.message)
-        if found is None and damaged:
+        if found is None and self._committed is not None and not damaged:
+            lines.append(f"the ledger tells of one at step {self._committed}, which is not there")
+        if found is None and lines:
             raise CheckpointError(
                 f"no checkpoint of {self._run.uri} is whole: " + "; ".join(lines) + "; nothing "
                 "was deleted. Start over from step 0 with --restart, or restore one of them"

@@ -276,7 +276,10 @@ class Saving:
             raise type(problem)(str(problem))
         answer = flight.answer or Answer(
             state="failed",
-            message=f"the save of step {flight.step} had not ended {limit_s:g} s later",
+            message=(
+                f"the save of step {flight.step} had not ended {limit_s:g} s later, half of "
+                "faults.hang_timeout_s: raise it, or use faster storage"
+            ),
         )
         if answer.state == "committed":
             self.committed = (flight.step, answer.digest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -269,17 +270,19 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_gives_the_s
     assert (past.attempts[-1].start_step, past.num_redone) == (4, 1)
 
 
+@pytest.mark.parametrize("lost", ["step-*/state-*", "step-*/manifest.json", "step-*"])
 def test_no_whole_checkpoint_stops_and_says_so_until_the_run_is_started_over(
-    make_spec: Callable[..., JobSpec], folder: Path
+    make_spec: Callable[..., JobSpec], folder: Path, lost: str
 ) -> None:
     first = train(make_spec(), search=[folder])
-    for path in Path(first.run).glob("checkpoints/step-*/state-*"):
-        path.write_bytes(b"")
+    for path in Path(first.run).glob(f"checkpoints/{lost}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    left = sorted(Path(first.run).glob("checkpoints/step-*/*"))
     outcome = train(make_spec(epochs=3), search=[folder])
     assert outcome.exit_status is CheckpointError.exit_status
     assert "no checkpoint of" in outcome.message
     assert "--restart" in outcome.message
-    assert len(list(Path(first.run).glob("checkpoints/step-*"))) == 3
+    assert sorted(Path(first.run).glob("checkpoints/step-*/*")) == left
     assert train(make_spec(epochs=3), search=[folder], restart=True).status == "done"
 
 
