@@ -154,6 +154,7 @@ class Crew(Generic[H]):
     def drop(self, hand: H) -> None:
         """Ends a process; its seat is free."""
         hand.end()
+        self._starting.pop(hand, None)
         self._seated = {n: other for n, other in self._seated.items() if other is not hand}
         for spares in self._spares.values():
             if hand in spares:

@@ -223,6 +223,7 @@ class _Attempt:
                 peers=peers,
                 scale=built.parts.scaled,
             )
+        self._progress.at(Phase.EVALUATION, step=saved.step)
         forming.try_evaluation(spec, built=built, saved=saved, peers=peers, device=device)
         self._begin(built, saved, initial, fingerprint, differing)
         self._loop = Loop(
