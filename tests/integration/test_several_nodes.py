@@ -77,7 +77,7 @@ def test_a_wait_for_room_is_told_and_ends_in_an_incident(
         mode="ddp",
         workers=3,
         args={"pause_s": 0.3, "gate": str(gate)},
-        faults={"replacement_timeout_s": 12},
+        faults={"replacement_timeout_s": 25},
     )
 
     def strike() -> None:
@@ -104,10 +104,10 @@ def test_a_wait_for_room_is_told_and_ends_in_an_incident(
     assert seats[0] == ["CREATED", "CREATED", "PENDING"]
     assert (outcome.status, outcome.exit_status) == ("failed", ExitStatus.BAD_INPUT)
     lacking = "2 of at least 3 workers of {'CPU': 1.0} have room"
-    assert outcome.message.startswith(f"{lacking} after 12 s: free the cluster, add nodes")
+    assert outcome.message.startswith(f"{lacking} after 25 s: free the cluster, add nodes")
     waits = [text for text in said if text.startswith("waiting for workers: 2 of at least 3")]
     assert len(set(waits)) == 1
-    assert waits[0].endswith(f"{lacking}; gives up after 12 s (faults.replacement_timeout_s)")
+    assert waits[0].endswith(f"{lacking}; gives up after 25 s (faults.replacement_timeout_s)")
     found = summarize(Storage.at(outcome.run))
     assert [str(incident.kind) for incident in found.incidents][-1] == "no_room"
     assert found.incidents[-1].message == outcome.message
