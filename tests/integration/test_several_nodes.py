@@ -114,7 +114,7 @@ def test_a_wait_for_room_is_told_and_ends_in_an_incident(
 
 
 def test_a_run_that_is_over_leaves_nothing_in_the_memory_of_a_node_it_had_left(
-    nodes: LocalNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: LocalNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     num_before = num_alive()
     apart = nodes.add(env={"SAMESTEP_SHARED_MEMORY": str(tmp_path)})
@@ -127,6 +127,7 @@ def test_a_run_that_is_over_leaves_nothing_in_the_memory_of_a_node_it_had_left(
     assert not left.exists()
     assert other.exists()
     nodes.kill(apart)
+    wait_until(lambda: num_alive() == num_before, 30, "the node is gone")
 
 
 def test_nodes_come_and_go_and_no_step_is_taken_twice(
