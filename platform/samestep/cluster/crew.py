@@ -84,11 +84,11 @@ class Crew(Generic[H]):
             hire: start processes for seats that no spare can take.
             refill: start spares, once nobody is coming to a seat: they would compete.
         """
-        self._drop_lost({seat.number for seat in seats})
-        for seat in seats:
-            hand = self._seated.get(seat.number)
-            has_moved = hand is not None and seat.node_id not in (hand.node_id, None)
-            if hand is not None and (hand.is_dead() or has_moved):
+        self._follow_starts()
+        places = {seat.number: seat.node_id for seat in seats}
+        for number, hand in list(self._seated.items()):
+            has_moved = number not in places or places[number] not in (hand.node_id, None)
+            if hand.is_dead() or has_moved:
                 self.drop(hand)
         nodes = {seat.node_id for seat in self._usable(seats) if seat.node_id is not None}
         for node_id, spares in list(self._spares.items()):
@@ -111,19 +111,15 @@ class Crew(Generic[H]):
                 if is_due and self._may_hire(node_id):
                     spares.append(self._started(node_id, None))
 
-    def _drop_lost(self, numbers: Collection[int]) -> None:
-        """Of processes: those whose seat is gone, and those that take too long to start."""
+    def _follow_starts(self) -> None:
+        """Notes who is ready, and who has failed to start or takes too long."""
         now = self._clock()
-        for number, hand in list(self._seated.items()):
-            if number not in numbers:
-                self.drop(hand)
         for hand, since in list(self._starting.items()):
             if hand.is_ready():
                 del self._starting[hand]
                 self._failures.pop(hand.node_id, None)
             elif hand.is_dead() or now - since > START_S:
                 self.why_failed = hand.why or f"not ready {now - since:.0f} s after its start"
-                del self._starting[hand]
                 num_before, _ = self._failures.get(hand.node_id, (0, now))
                 self._failures[hand.node_id] = num_before + 1, now
                 self.drop(hand)

@@ -95,15 +95,10 @@ def formed_group(
 
 def limit_group(group: Any, timeout_s: float) -> None:
     """Gives a group that has formed the timeout of the steps."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    from samestep.engine.exchange import backend_of
 
-    limit = timedelta(seconds=timeout_s)
-    _set_pg_timeout(limit, group)
     for device in group._device_types:
-        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a backend around the one that waits.
-        wrapped = getattr(group._get_backend(device), "wrapped_pg", None)
-        if wrapped is not None:
-            wrapped._set_default_timeout(limit)
+        backend_of(group, device)._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def set_environment(context: Any) -> None:

@@ -125,11 +125,11 @@ def message_limit(group: dist.ProcessGroup) -> timedelta:
     By itself gloo waits for a message as long as the group was given to form, whatever timeout
     it has got since (torch 2.13; collectives keep to the new one).
     """
-    limit: timedelta = gloo_of(group).options._timeout
+    limit: timedelta = backend_of(group, torch.device("cpu")).options._timeout
     return limit
 
 
-def gloo_of(group: dist.ProcessGroup) -> Any:
-    """The backend for CPU tensors itself: TORCH_DISTRIBUTED_DEBUG=DETAIL puts another around it."""
-    backend = group._get_backend(torch.device("cpu"))
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What does the waiting: TORCH_DISTRIBUTED_DEBUG=DETAIL puts another backend around it."""
+    backend = group._get_backend(device)
     return getattr(backend, "wrapped_pg", backend)

@@ -128,7 +128,7 @@ def _watch(process: subprocess.Popen[bytes], notes: Path, still_s: float) -> End
             status = None
         text = notes.read_text(encoding="ascii") if notes.exists() else ""
         if status is not None:
-            return _ended(status, notes.read_text(encoding="ascii") if notes.exists() else "")
+            return _ended(status, text)
         if text != seen:
             seen, since = text, time.monotonic()
         waited_s = time.monotonic() - since

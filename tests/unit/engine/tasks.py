@@ -86,7 +86,6 @@ def engine(
     form_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """What the engine comes to at each step, as one worker of several sees it."""
-    parsed = parse_spec(spec)
     with group_of(where, world_rank, world_size, form_s=form_s) as group:
         parsed, workload = prepared(spec)
         return drive(
