@@ -53,7 +53,10 @@ class Faults(Part):
     replacement_timeout_s: float = Field(
         600,
         gt=0,
-        description="seconds to wait for room for the fewest workers after some were lost",
+        description=(
+            "seconds to wait for room for the fewest workers after some were lost; where there is "
+            "room and their processes only start, at least 300"
+        ),
         json_schema_extra=FREE,
     )
     spares: int = Field(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-from samestep.cluster.crew import Crew, Hand, pick
+from samestep.cluster.crew import START_S, Crew, Hand, pick
 from samestep.cluster.seats import Seat, best_size, lacking, sparing
 from samestep.spec import JobSpec
 
@@ -100,9 +100,8 @@ class Muster(Generic[H]):
         """Once in each wait that lasts: what it is for and how long, for the user; else empty."""
         if self._waiting_since is None or self._has_told or self._size() is not None:
             return ""
-        num_room = sum(seat.usable for seat in self._seats)
-        has_room = num_room >= self._workers.min
-        if self._clock() - self._waiting_since < (TELL_STARTING_S if has_room else TELL_S):
+        soon_s = TELL_STARTING_S if self._has_room() else TELL_S
+        if self._clock() - self._waiting_since < soon_s:
             return ""
         self._has_told = True
         num_ready = len(self._crew.ready(self._seats))
@@ -110,7 +109,7 @@ class Muster(Generic[H]):
         return (
             f"waiting for workers: {num_ready} of at least {fewest} (at most {most}) are ready, "
             f"{self._crew.num_coming(self._seats)} are starting; {self._lacking()}; gives up after "
-            f"{self._faults.replacement_timeout_s:g} s (faults.replacement_timeout_s)"
+            f"{self._limit_s():g} s (faults.replacement_timeout_s)"
         )
 
     def review(self, members: Collection[H], calm_s: float) -> tuple[str, list[H]] | None:
@@ -184,7 +183,7 @@ class Muster(Generic[H]):
 
     def _require_time(self, now: float, size: int | None) -> None:
         assert self._waiting_since is not None
-        limit_s = self._faults.replacement_timeout_s
+        limit_s = self._limit_s()
         if size is None and now - self._waiting_since > limit_s:
             raise TimeoutError(
                 f"{self._lacking()} after {limit_s:g} s: free the cluster, add nodes, lower "
@@ -192,9 +191,17 @@ class Muster(Generic[H]):
                 "where it stopped when it is started again"
             )
 
+    def _limit_s(self) -> float:
+        limit_s = self._faults.replacement_timeout_s
+        # That processes start is no wait for room; each of them has a limit of its own.
+        return max(limit_s, START_S) if self._has_room() else limit_s
+
+    def _has_room(self) -> bool:
+        return sum(seat.usable for seat in self._seats) >= self._workers.min
+
     def _lacking(self) -> str:
         text = lacking(self._seats, fewest=self._workers.min, resources=self._resources)
-        if sum(seat.usable for seat in self._seats) < self._workers.min:
+        if not self._has_room():
             return text
         text = f"{text}, but {len(self._crew.ready(self._seats))} of their processes are ready"
         why = self._crew.why_failed

@@ -8,6 +8,7 @@ import pytest
 from hands import Cluster, FakeHand
 
 from samestep import parse_spec
+from samestep.cluster.crew import START_S
 from samestep.cluster.muster import (
     CALM_S,
     COMING_S,
@@ -18,8 +19,11 @@ from samestep.cluster.muster import (
 )
 
 
-def mustered(cluster: Cluster, **workers: int) -> Muster[FakeHand]:
+def mustered(
+    cluster: Cluster, *, replacement_timeout_s: float = 600.0, **workers: int
+) -> Muster[FakeHand]:
     spec: dict[str, Any] = {"workload": "m:C", "batch_size": 8, "shards": 4, "max_steps": 1}
+    spec["faults"] = {"replacement_timeout_s": replacement_timeout_s}
     return Muster(
         parse_spec({**spec, "workers": workers}),
         resources={"CPU": 1.0},
@@ -93,6 +97,21 @@ def test_processes_that_only_start_are_given_longer_before_the_wait_is_told() ->
     cluster.now += 601
     told = r"2 of at least 2 .* have room, but 0 of their .*could not start: no module named data"
     with pytest.raises(TimeoutError, match=told):
+        muster.assemble([])
+
+
+def test_a_short_limit_for_room_does_not_count_while_processes_only_start() -> None:
+    cluster = Cluster("a", "b", ready=False, num_spares=0)
+    muster = mustered(cluster, min=2, max=2, replacement_timeout_s=10)
+    assert muster.assemble([]) is None
+    cluster.now += START_S - 1
+    assert muster.assemble([]) is None
+    cluster.nodes[1] = None
+    with pytest.raises(TimeoutError, match=r"^1 of at least 2 workers of .* after 10 s: "):
+        muster.assemble([])
+    cluster.nodes[1] = "b"
+    cluster.now += 2
+    with pytest.raises(TimeoutError, match=r"0 of their processes are ready.* after 300 s: "):
         muster.assemble([])
 
 
