@@ -23,6 +23,9 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # Processes that a raylet keeps ready know nothing of a run's environment, so none could use them.
 os.environ.update({"RAY_prestart_worker_first_driver": "0"})
 
+# Hundreds of processes import the package: the first of them compiles it for the others.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A part of shared memory that no other run of the tests on this machine writes into.
 MEMORY = "/dev/shm"
 SHARED_MEMORY = Path(

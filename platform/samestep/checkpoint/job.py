@@ -86,10 +86,12 @@ class Written:
     Attributes:
         files: by name, `num_bytes` and `sha256` (hex) of what was handed to storage.
         digest: SHA-256 (hex) of the whole state; None where none was asked for.
+        num_rests: how often the work rested, to leave the machine to the training.
     """
 
     files: dict[str, dict[str, Any]]
     digest: str | None = None
+    num_rests: int = 0
 
 
 class _Pace:
@@ -98,20 +100,25 @@ class _Pace:
     Args:
         hurried: when set, no rests any more; None: none at all.
         patience_s: nor any after so many seconds.
+
+    Attributes:
+        num_rests: rests so far.
     """
 
     def __init__(self, hurried: threading.Event | None, patience_s: float) -> None:
         self._hurried = hurried
         self._until_s = time.monotonic() + patience_s
         self._computed_s = time.thread_time()  # waiting for storage is rest as well
+        self.num_rests = 0
 
     def rest(self) -> None:
         """To be called after each piece."""
         left_s = self._until_s - time.monotonic()
-        if self._hurried is None or left_s <= 0:
+        if self._hurried is None or self._hurried.is_set() or left_s <= 0:
             return
         spent_s = time.thread_time() - self._computed_s
         if spent_s > LEAST_S:
+            self.num_rests += 1
             self._hurried.wait(min(spent_s * (1 / SHARE - 1), left_s))
             self._computed_s = time.thread_time()
 
@@ -136,18 +143,22 @@ def perform(
     """
     folder = folder or Storage.at(job.folder_uri)
     found: list[str] = []
-    beside = None
+    beside, paces = None, [_Pace(hurried, job.patience_s)]
     if job.digest is not None:
         wanted = job.digest
+
+        def hash_it() -> None:
+            paces.append(_Pace(hurried, job.patience_s))
+            found.append(_digest(wanted, data, paces[1]))
+
         beside = threading.Thread(
-            target=lambda: found.append(_digest(wanted, data, _Pace(hurried, job.patience_s))),
+            target=hash_it,
             name=THREAD_DIGEST,
             daemon=True,
         )
         beside.start()
     try:
-        pace = _Pace(hurried, job.patience_s)
-        files = {file.name: _write(folder, file, data, pace) for file in job.files}
+        files = {file.name: _write(folder, file, data, paces[0]) for file in job.files}
     except BaseException:
         if hurried is not None:
             hurried.set()  # what is hashed beside is of no use any more
@@ -155,7 +166,11 @@ def perform(
     finally:
         if beside is not None:
             beside.join()  # it computes, and waits for nothing but its rests
-    return Written(files=files, digest=found[0] if found else None)
+    return Written(
+        files=files,
+        digest=found[0] if found else None,
+        num_rests=sum(pace.num_rests for pace in paces),
+    )
 
 
 def _write(folder: Storage, file: FileJob, data: memoryview, pace: _Pace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from samestep.checkpoint.committed import commit
 from samestep.checkpoint.image import Image
-from samestep.checkpoint.job import DigestJob, FileJob, WriteJob, perform
+from samestep.checkpoint.job import DigestJob, FileJob, WriteJob, Written, perform
 from samestep.checkpoint.layout import _STORABLE, storable_dtype
 from samestep.checkpoint.manifest import CheckpointMeta, FileEntry, Manifest
 from samestep.checkpoint.reading import digest_of, load_checkpoint
@@ -201,36 +201,25 @@ def test_the_process_gives_way_to_training(
     assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
 
 
-class Rests(threading.Event):
-    """Counts who waits for it in vain."""
-
-    num_rests = 0
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.num_rests += not self.is_set()
-        return super().wait(timeout)
-
-
 def test_a_writer_rests_between_pieces_until_it_is_hurried_or_out_of_patience(run: Storage) -> None:
     data = memoryview(bytes(16 << 20))
     files = [FileJob(name="file", head="", segments=[(0, len(data))])]
     job = WriteJob(folder_uri=run.uri, image=None, files=files, patience_s=60.0)
-    calm, hurried, impatient = Rests(), Rests(), Rests()
-    perform(job, data, hurried=calm)
-    assert calm.num_rests >= 4  # of 16 pieces; those that took next to no time are not rested after
+    hurried = threading.Event()
+    # Of 16 pieces; those that took next to no time are not rested after.
+    assert perform(job, data, hurried=hurried).num_rests >= 4
+    assert perform(replace(job, patience_s=0.0), data, hurried=hurried).num_rests == 0
+    assert perform(job, data).num_rests == 0
     hurried.set()
-    perform(job, data, hurried=hurried)
-    perform(replace(job, patience_s=0.0), data, hurried=impatient)
-    assert (hurried.num_rests, impatient.num_rests) == (0, 0)
+    assert perform(job, data, hurried=hurried).num_rests == 0
     assert run.read("file") == data
 
 
 def test_a_writer_process_is_hurried_before_its_job_and_in_it(
     run: Storage, tmp_path: Path, process_writer: ProcessWriter
 ) -> None:
-    size, limit_s = 512 << 20, 4.0  # at its leisure it would take more than twice as long
-    with open(tmp_path / "image", "wb") as file:
-        file.truncate(size)
+    size = 64 << 20
+    (tmp_path / "image").write_bytes(bytes(size))
     job = WriteJob(
         folder_uri=run.uri,
         image=str(tmp_path / "image"),
@@ -238,12 +227,21 @@ def test_a_writer_process_is_hurried_before_its_job_and_in_it(
         digest=DigestJob(items=[("", 0, size)], tail=""),
         patience_s=600.0,
     )
-    process_writer.write(job_of(run, tmp_path / "image"), memoryview(b""), WAIT_S)  # starts it
-    process_writer.hurry()
-    written = process_writer.write(job, memoryview(b""), limit_s)
-    timer = threading.Timer(0.2, process_writer.hurry)
+
+    def write() -> Written:
+        return process_writer.write(job, memoryview(b""), 3 * WAIT_S)
+
+    process_writer.hurry()  # of no process: remembered for the first
+    first = write()
+    at_leisure = write()
+    timer = threading.Timer(0.05, process_writer.hurry)  # it takes a second at leisure
     timer.start()
-    assert process_writer.write(job, memoryview(b""), limit_s) == written
+    in_it = write()
     timer.join()
-    with pytest.raises(StorageError, match="the files were not written within 4 s"):
-        process_writer.write(job, memoryview(b""), limit_s)
+    assert first.num_rests == 0
+    assert at_leisure.num_rests > 16
+    assert in_it.num_rests < at_leisure.num_rests
+    assert write().num_rests > 16  # hurried once is hurried for one job
+    assert {first.digest, at_leisure.digest, in_it.digest} == {
+        hashlib.sha256(bytes(size)).hexdigest()
+    }
