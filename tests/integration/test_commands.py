@@ -43,7 +43,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes_under_anoth
     straight = train(load_spec(job, {"mode": "local"}), name="straight", search=[job.parent])
 
     before = set(os.listdir(gate))
-    first = start_command("train", job, "--name", "stopped", "--workers", "2", cwd=tmp_path)
+    first = start_command("train", job, "--name", "stopped", "--workers", "1", cwd=tmp_path)
     wait_until(lambda: set(os.listdir(gate)) - before, 120, "the first step")
     output = stop(first, lambda: first.send_signal(signal.SIGINT))
     assert first.returncode == 3, output

@@ -17,6 +17,7 @@ from samestep import ExitStatus, JobSpec, Outcome, PlacementError, train
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.actors import close_recorder, start_recorder
 from samestep.errors import RunInUseError
+from samestep.replay.compare import Verdict, compare_runs
 from samestep.replay.summary import summarize
 from samestep.spec import dump_spec
 from samestep.telemetry.lease import holder
@@ -202,20 +203,6 @@ def struck(
     return pids
 
 
-def test_an_exception_of_the_workload_is_told_whole_and_retried_once(
-    make_spec: MakeSpec, folder: Path
-) -> None:
-    spec = make_spec(mode="ddp", workers=2, args={"raise_at": 5})
-    outcome = train(spec, name="raises", search=[folder])
-    assert (outcome.status, outcome.exit_status) == ("failed", ExitStatus.FAILED)
-    assert "ValueError: the workload's own message" in outcome.message
-    assert 'raise ValueError("the workload\'s own message")' in outcome.message
-    assert "The same step failed in the same way twice" in outcome.message
-    found = summarize(Storage.at(outcome.run))
-    assert {str(incident.kind) for incident in found.incidents} == {"exception"}
-    assert {incident.step for incident in found.incidents} == {5}
-
-
 def test_a_workload_that_cannot_be_imported_is_bad_input(
     make_spec: MakeSpec, tmp_path: Path
 ) -> None:
@@ -235,7 +222,7 @@ def test_no_room_for_the_fewest_workers_is_bad_input_where_nothing_may_fall_back
 
 
 def test_auto_falls_back_to_dataparallel_on_a_single_node_without_room(
-    make_spec: MakeSpec, folder: Path
+    make_spec: MakeSpec, folder: Path, straight: Outcome
 ) -> None:
     spec = make_spec(
         mode="auto", workers=4, resources={"cpu": 2}, faults={"placement_timeout_s": 1}
@@ -250,10 +237,12 @@ def test_auto_falls_back_to_dataparallel_on_a_single_node_without_room(
     assert outcome.status == "done"
     assert any("falling back to dataparallel" in text for text in said)
     assert any("dataparallel on cpu: 4 shards, in turn" in text for text in said)
+    compared = compare_runs(Storage.at(straight.run), Storage.at(outcome.run))
+    assert (compared.verdict, compared.num_compared) == (Verdict.IDENTICAL, 12)
 
 
 def test_a_second_submit_of_a_live_run_follows_it(
-    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil, straight: Outcome
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()
@@ -275,6 +264,7 @@ def test_a_second_submit_of_a_live_run_follows_it(
     )
     thread.join()
     assert first == [second]
+    assert (second.status, second.digest) == ("done", straight.digest)
     assert said[0].startswith("the run is alive (process")
     assert len(read_past(Storage.at(second.run)).attempts) == 1
 

@@ -43,14 +43,6 @@ def nodes() -> Iterator[LocalNodes]:
         yield made
 
 
-@pytest.mark.usefixtures("nodes")
-def test_two_nodes_give_the_weights_of_one_process(
-    make_spec: MakeSpec, folder: Path, straight: Outcome
-) -> None:
-    outcome = train(make_spec(mode="auto", workers=2), name="spread", search=[folder])
-    assert (outcome.status, outcome.digest) == ("done", straight.digest)
-
-
 def test_no_node_waits_for_a_port_that_another_one_has(nodes: LocalNodes) -> None:
     found = list(nodes._folder.glob("*/session_2*/logs/dashboard_agent.log"))
     assert len(found) == 3

@@ -7,10 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import pytest
+
+from samestep import parse_spec, train
 from samestep.checkpoint.storage import Storage
+from samestep.exact.numerics import environment
 from samestep.names import Event
 from samestep.telemetry.ledger import read_ledger
 from samestep.telemetry.records import EventRecord, StepRecord
@@ -18,12 +25,11 @@ from samestep.telemetry.records import EventRecord, StepRecord
 Train = Callable[..., "Run"]
 PLACES = [{"world_size": 1}, {"world_size": 2}, {"world_size": 3}, {"num_devices": 2}]
 FOLDER = Path(__file__).resolve().parent
-TRAIN = """
-import json, sys
-from pathlib import Path
-from samestep import parse_spec, train
-print(train(parse_spec(json.loads(sys.argv[1])), name="run", search=[Path(sys.argv[2])]).digest)
-"""
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["samestep.cluster.launch", "samestep.engine.attempt", "torch._dynamo"]
+)
+END_S = 120.0
 NO_SINKS = {"tracking": {"enabled": False}, "metrics": {"enabled": False}}
 
 FRESH = Path(__file__).resolve().parents[1] / "replay" / "fresh.py"
@@ -78,8 +84,38 @@ def replayed(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
     return found
 
 
-def started(spec: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    """A process that trains the run `run` in mode local, and prints its digest."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", TRAIN, json.dumps({**spec, **NO_SINKS}), str(FOLDER)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+class Started(ForkServerProcess):
+    """A process that trains the run `run` of a spec in mode local.
+
+    It is forked from one that has imported what trains, for imports cost seconds.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._answer, theirs = FORKS.Pipe(duplex=False)
+        super().__init__(target=_train, args=({**spec, **NO_SINKS}, theirs), daemon=True)
+        with pytest.MonkeyPatch.context() as there:  # where the first of them starts the server
+            for name, value in environment(parse_spec({**spec, **NO_SINKS})).items():
+                there.setenv(name, value)
+            self.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.kill()
+        self.join()
+        self._answer.close()
+
+    def digest(self) -> str:
+        """Waits for its end; of the final weights."""
+        assert self._answer.poll(END_S), "it did not end"
+        digest = str(self._answer.recv())
+        self.join()
+        assert self.exitcode == 0
+        return digest
+
+
+def _train(spec: dict[str, Any], answer: Connection) -> None:
+    os.setpgid(0, 0)
+    answer.send(train(parse_spec(spec), name="run", search=[FOLDER]).digest)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import Train, started
+from attempts import Started, Train
 from pool import spec_of
 from torch import nn
 from torch.optim import SGD, AdamW, RMSprop
@@ -39,13 +38,12 @@ def test_what_a_killed_run_leaves_is_the_state_of_a_step_and_goes_with_its_end(
     checkpoint = {"every_steps": 0, "snapshot_every": 3}
     job = spec_of("Mlp", **fields, mode="local", storage=str(tmp_path), checkpoint=checkpoint)
     uri = str(tmp_path / "run")
-    with started(job) as process:
+    with Started(job) as process:
         deadline, pause = time.monotonic() + WAIT_S, threading.Event()
         while (snapshot.newest(uri) or 0) < 6:
-            assert process.poll() is None, "it ended before there was a snapshot"
+            assert process.is_alive(), "it ended before there was a snapshot"
             assert time.monotonic() < deadline, "no snapshot of step 6"
             pause.wait(0.01)
-        process.send_signal(signal.SIGKILL)
     step = snapshot.newest(uri)
     assert step is not None
     assert step % 3 == 0
@@ -54,10 +52,8 @@ def test_what_a_killed_run_leaves_is_the_state_of_a_step_and_goes_with_its_end(
     calm = train({**job, "max_steps": step, "mode": "auto"}, "calm")
     assert state_sha256(left.state) == calm.digest
     short = {**job, "max_steps": step + 1}
-    with started(short) as process:
-        output, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0
-    assert output.decode().split()[-1] == train(short, "longer").digest
+    with Started(short) as process:
+        assert process.digest() == train(short, "longer").digest
     assert not shared_memory.folder_of(uri).exists()
 
 
