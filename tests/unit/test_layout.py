@@ -68,6 +68,14 @@ def run_python(code: str) -> str:
     return result.stdout
 
 
+def test_what_trains_nothing_starts_without_torch() -> None:
+    """The recorder, and the controller until its workers start: importing it takes seconds."""
+    modules = ("samestep.cluster.actors", "samestep.cluster.ray_private_control")
+    assert (
+        run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)") == "False\n"
+    )
+
+
 def test_the_top_level_is_complete() -> None:
     missing = [name for name in FOLDERS if not (ROOT / name).is_dir()]
     assert missing == []

@@ -44,7 +44,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
 from samestep.checkpoint.storage import Storage
-from samestep.cluster import process
+from samestep.cluster import process, rendezvous
 from samestep.cluster.crew import Crew
 from samestep.cluster.interruption import interrupted_result
 from samestep.cluster.judge import Judge
@@ -198,6 +198,7 @@ class ElasticController(TrainController):
         kwargs |= {"scaling_policy": scaling, "failure_policy": ElasticFailures(self)}
         super().__init__(**kwargs)
         self._avoid(self._known_wrong(plan.part.run_uri))
+        rendezvous.make_ready()
 
     def assemble(self) -> int | None:
         """Picks who starts next; None while there are too few.

@@ -10,14 +10,13 @@ from typing import Any, Final
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.train.backend import Backend, BackendConfig
-from ray.train.torch.config import TorchConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
 from ray.train.v2._internal.execution.worker_group import WorkerGroup, WorkerGroupState
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
     PlacementGroupHandle,
 )
-from ray.train.v2._internal.util import invoke_context_managers
+from ray.train.v2._internal.util import TrainingFramework, invoke_context_managers
 
 from samestep.cluster import process
 from samestep.cluster.crew import Crew
@@ -78,13 +77,25 @@ class MeetingBackend(Backend):
             self._meeting = None
 
 
-class MeetingConfig(TorchConfig):
-    """Ray Train's configuration for torch, with our backend."""
+class MeetingConfig(BackendConfig):
+    """What TorchTrainer takes for its configuration of torch, with our backend.
+
+    Not Ray's own, whose module needs torch: the controller would import it, which takes seconds at
+    every start, and use it for nothing.
+    """
+
+    backend = "gloo or nccl"
+    """As Ray's own has it; the workers choose (`engine.forming`)."""
 
     @property
     def backend_cls(self) -> type[Backend]:
         """See `MeetingBackend`."""
         return MeetingBackend
+
+    @property
+    def framework(self) -> TrainingFramework:
+        """For what Ray tells of the run."""
+        return TrainingFramework.TORCH
 
 
 class SteadyGroup(WorkerGroup):

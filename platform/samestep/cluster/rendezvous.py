@@ -7,7 +7,9 @@ threads, and the controller frees them by closing the store.
 
 from __future__ import annotations
 
+import importlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,12 +18,23 @@ from typing import TYPE_CHECKING, Any, Final
 from samestep.cluster import process
 from samestep.cluster.sockets import open_sockets, silence_ends
 from samestep.errors import PeerLostError
+from samestep.names import THREAD_IMPORT
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 FORM_S: Final = 15.0
 """How long the workers of a group wait for each other while it forms."""
+
+
+def make_ready() -> None:
+    """Imports what a meeting needs, beside whatever else happens: that takes seconds."""
+    threading.Thread(
+        target=importlib.import_module,
+        args=("torch.distributed",),
+        name=THREAD_IMPORT,
+        daemon=True,
+    ).start()
 
 
 class Meeting:

@@ -166,7 +166,8 @@ def fingerprint(
 
     binding: dict[str, Any] = {
         "device": device_type,
-        "torch": torch.__version__,
+        # Its own class is torch's: whoever reads that, such as the recorder, would import torch.
+        "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "numpy_blas": _numpy_blas(numpy),
         "mkl": _config_line("Math Kernel Library"),

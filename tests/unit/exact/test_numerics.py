@@ -128,6 +128,8 @@ def test_settings_that_come_too_late_are_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_fingerprint_differs_in_what_binds_and_names_it() -> None:
     numerics.pin(make_spec(threads=1))
     one = numerics.fingerprint(make_spec(threads=1), "cpu")
+    # The recorder reads it, and has no torch.
+    assert {type(value) for value in one["binding"].values()} <= {str, int, bool, type(None)}
     assert numerics.differences(one, numerics.fingerprint(make_spec(threads=1), "cpu")) == []
     numerics.pin(make_spec(threads=2))
     two = numerics.fingerprint(make_spec(threads=2, precision="bf16"), "cpu")
