@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from samestep import ExitStatus, Outcome, load_spec, train
 from samestep.checkpoint.storage import Storage
@@ -25,6 +26,12 @@ WriteJob = Callable[..., Path]
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
 
 STOP_S = 120.0
+
+
+@pytest.fixture
+def shared_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of this test find the cluster of this module, and start none of their own."""
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
 
 
 def stop(process: subprocess.Popen[str], signal_it: Callable[[], None]) -> str:
@@ -62,6 +69,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes_under_anoth
     assert compare_runs(*runs).verdict is Verdict.IDENTICAL
 
 
+@pytest.mark.usefixtures("shared_cluster")
 def test_sigterm_to_the_whole_process_group_is_a_planned_stop_too(
     start_command: StartCommand,
     write_job: WriteJob,
@@ -106,6 +114,7 @@ def test_sigterm_to_the_driver_is_a_planned_stop(
     assert "stop requested: SIGTERM" in output
 
 
+@pytest.mark.usefixtures("shared_cluster")
 def test_a_breakpoint_in_the_actor_reaches_the_terminal_that_started_the_run(
     start_command: StartCommand, write_job: WriteJob, tmp_path: Path
 ) -> None:
