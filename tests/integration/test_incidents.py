@@ -16,7 +16,9 @@ import torch
 from samestep import Outcome, load_spec, train
 from samestep.checkpoint.storage import Storage
 from samestep.exact.tree import shard_range
+from samestep.incidents.bundle import folder_of
 from samestep.incidents.bundle_folder import read_bundle
+from samestep.incidents.packing import pack as pack_bundle
 from samestep.incidents.record import Incident
 from samestep.replay.summary import summarize
 from samestep.spec import JobSpec, changed_spec
@@ -165,9 +167,7 @@ def packed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         return outcome, list(summarize(Storage.at(outcome.run)).incidents)
 
     def pack(kind: str, outcome: Outcome, incident: Incident) -> None:
-        bundle = Path(outcome.run, "incidents", incident.id)
-        done = samestep("pack", str(bundle), "--out", str(place / f"{kind}.bundle"), cwd=place)
-        assert done.returncode == 0, (kind, done.stderr)
+        pack_bundle(folder_of(Storage.at(outcome.run), incident.id), place / f"{kind}.bundle")
 
     found["calm"], _ = run("calm", "faulty", {**DRILL, **ONE})
     marker = {"args.marker": str(place / "marker")}
