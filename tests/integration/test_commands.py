@@ -46,7 +46,13 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes_under_anoth
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()
-    job = write_job(args={"pause_s": 0.2, "gate": str(gate)}, checkpoint={"every_steps": 0})
+    # More than there are: the cluster of the command's own says so, and no bit follows from it.
+    too_many = len(os.sched_getaffinity(0)) + 1
+    job = write_job(
+        args={"pause_s": 0.2, "gate": str(gate)},
+        checkpoint={"every_steps": 0},
+        resources={"cpu": too_many},
+    )
     straight = train(load_spec(job, {"mode": "local"}), name="straight", search=[job.parent])
 
     before = set(os.listdir(gate))
@@ -55,6 +61,8 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes_under_anoth
     output = stop(first, lambda: first.send_signal(signal.SIGINT))
     assert first.returncode == 3, output
     assert "interrupted" in output
+    advertised = f"this machine has {too_many - 1} cores; the local cluster advertises {too_many}"
+    assert advertised in output
     stopped_at = int(re.search(r"checkpoint at step (\d+)", output)[1])  # type: ignore[index]
     assert 0 < stopped_at < 12
 
@@ -112,6 +120,18 @@ def test_sigterm_to_the_driver_is_a_planned_stop(
     output = stop(process, process.terminate)
     assert process.returncode == 3, output
     assert "stop requested: SIGTERM" in output
+
+
+@pytest.mark.usefixtures("shared_cluster")
+def test_a_number_of_workers_that_is_asked_for_is_not_fallen_back_from(
+    start_command: StartCommand, write_job: WriteJob, tmp_path: Path
+) -> None:
+    job = write_job(mode="auto", resources={"cpu": 2}, faults={"placement_timeout_s": 1})
+    process = start_command("train", job, "--workers", "4", cwd=tmp_path)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == ExitStatus.BAD_INPUT, output
+    assert "no room for 4 workers" in output
+    assert "falling back" not in output
 
 
 @pytest.mark.usefixtures("shared_cluster")

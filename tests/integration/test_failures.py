@@ -12,14 +12,17 @@ from typing import Any
 
 import psutil
 import pytest
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from samestep import ExitStatus, JobSpec, Outcome, PlacementError, train
 from samestep.checkpoint.storage import Storage
 from samestep.cluster.actors import close_recorder, start_recorder
+from samestep.cluster.placement import settle_mode
+from samestep.cluster.session import Session
 from samestep.errors import RunInUseError
 from samestep.replay.compare import Verdict, compare_runs
 from samestep.replay.summary import summarize
-from samestep.spec import dump_spec
+from samestep.spec import Mode, dump_spec
 from samestep.telemetry.lease import holder
 from samestep.telemetry.link import Patient
 from samestep.telemetry.past import read_past
@@ -211,6 +214,7 @@ def test_a_workload_that_cannot_be_imported_is_bad_input(
     outcome = train(spec, name="broken", search=[tmp_path])
     assert outcome.exit_status is ExitStatus.BAD_INPUT
     assert "No module named 'nowhere_to_be_found'" in outcome.message
+    assert f'File "{tmp_path}/broken.py", line 1' in outcome.message
 
 
 def test_no_room_for_the_fewest_workers_is_bad_input_where_nothing_may_fall_back(
@@ -239,6 +243,28 @@ def test_auto_falls_back_to_dataparallel_on_a_single_node_without_room(
     assert any("dataparallel on cpu: 4 shards, in turn" in text for text in said)
     compared = compare_runs(Storage.at(straight.run), Storage.at(outcome.run))
     assert (compared.verdict, compared.num_compared) == (Verdict.IDENTICAL, 12)
+
+
+def test_auto_settles_for_what_there_is_room_for_now(make_spec: MakeSpec) -> None:
+    session = Session(is_local=True, num_nodes=1, is_copied=False, address="", notes=[])
+    fields = {"mode": "auto", "faults": {"placement_timeout_s": 1}}
+    alone = make_spec(workers=1, resources={"cpu": 3}, **fields)
+    told = "a single node with 1 slot(s): falling back to dataparallel"
+    assert settle_mode(alone, session, no_fallback=False) == (Mode.DATAPARALLEL, told)
+    assert settle_mode(alone, session, no_fallback=True) == (Mode.DDP, "")
+    two = make_spec(workers=2, **fields)
+    assert settle_mode(two, session, no_fallback=False) == (Mode.DDP, "")
+    taken = placement_group([{"CPU": 1.0}] * 3)
+    assert taken.wait(60)
+    try:
+        mode, why = settle_mode(two, session, no_fallback=False)
+        with pytest.raises(PlacementError, match=r"no room for 2 workers .* lower workers\.min"):
+            settle_mode(two, session, no_fallback=True)
+    finally:
+        remove_placement_group(taken)
+    assert mode is Mode.DATAPARALLEL
+    assert why.startswith("no room for 2 workers of {'CPU': 1.0} within 1 s (the cluster has 4")
+    assert why.endswith("falling back to dataparallel")
 
 
 def test_a_second_submit_of_a_live_run_follows_it(

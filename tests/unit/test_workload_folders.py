@@ -59,6 +59,23 @@ def test_a_workload_may_use_the_name_for_something_of_its_own(folder: Path) -> N
     assert vars(workload)["folder"] == "my own"
 
 
+def test_a_workload_that_is_nowhere_says_where_it_was_looked_for(folder: Path) -> None:
+    beside = folder / "beside"
+    with pytest.raises(WorkloadError) as caught:
+        load_workload("nowhere_at_all:Thing", {}, [folder, beside])
+    told = f"no module 'nowhere_at_all'; looked in {folder}, {beside} and among the installed"
+    assert told in str(caught.value)
+
+
+def test_an_import_that_fails_shows_the_users_own_traceback(folder: Path) -> None:
+    (folder / "reads.py").write_text("import math\n\nLIMIT = math.nothing_of_this_name\n")
+    with pytest.raises(WorkloadError) as caught:
+        load_workload("reads:Reads", {}, [folder])
+    assert f'File "{folder}/reads.py", line 3' in str(caught.value)
+    assert "LIMIT = math.nothing_of_this_name" in str(caught.value)
+    assert "has no attribute 'nothing_of_this_name'" in str(caught.value)
+
+
 def test_a_file_not_found_by_a_relative_path_says_where_it_was_looked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

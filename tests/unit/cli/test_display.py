@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from typing import Any
 
@@ -48,3 +49,37 @@ def test_without_a_terminal_prints_go_their_own_way() -> None:
         assert sys.stdout is before
         display(STATUS)
     assert "step 3/10" in screen.getvalue()
+
+
+SHOWN = {
+    **STATUS,
+    "metrics": {"accuracy": 0.75},
+    "evaluation": {"metrics": {"accuracy": 0.5}},
+    "workers": 2,
+    "mode": "ddp",
+}
+CELLS = {
+    "step": "3/10",
+    "epoch": "0",
+    "loss": "0.5000",
+    "accuracy": "0.7500",
+    "test accuracy": "0.5000",
+    "samples/s": "100",
+    "workers": "2 (ddp)",
+    "left": "0:07",
+}
+
+
+def test_a_line_and_a_panel_hold_all_that_a_user_looks_for() -> None:
+    line, panel = io.StringIO(), io.StringIO()
+    with Display(Console(file=line, width=80)) as display:
+        display(SHOWN)
+    with Display(Console(file=panel, force_terminal=True, width=120)) as display:
+        display(SHOWN)
+        assert display._live is not None
+        display._live.refresh()
+    assert line.getvalue() == "  ".join(f"{name} {text}" for name, text in CELLS.items()) + "\n"
+    rows = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", panel.getvalue()).splitlines()
+    names, values = next((row, rows[n + 1]) for n, row in enumerate(rows) if "samples/s" in row)
+    assert re.split(r" {2,}", names.strip()) == list(CELLS)
+    assert re.split(r" {2,}", values.strip()) == list(CELLS.values())

@@ -58,6 +58,33 @@ class NotedRows(Rows):
         return super().__getitem__(index)
 
 
+class Guarded(Base):
+    """An MLP whose samples can't all be read.
+
+    Args:
+        folder: with a file `forbidden`: the indices that raise.
+    """
+
+    def __init__(self, *, folder: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.forbidden = Path(folder, "forbidden")
+
+    def data(self) -> Dataset[Any]:
+        forbidden = set(map(int, self.forbidden.read_text(encoding="utf-8").split()))
+        return GuardedRows(self.size, forbidden)
+
+
+class GuardedRows(Rows):
+    def __init__(self, size: int, forbidden: set[int]) -> None:
+        super().__init__(size, (6,))
+        self.forbidden = forbidden
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in self.forbidden:
+            raise LookupError(f"sample {index} was read")
+        return super().__getitem__(index)
+
+
 def noted(folder: Path, world_rank: int, step: int) -> list[str]:
     """What was called in a worker at a step, in order."""
     lines = (folder / f"worker-{world_rank}").read_text(encoding="utf-8").splitlines()

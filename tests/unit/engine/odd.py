@@ -223,11 +223,28 @@ def _differing() -> nn.Module:
     return made
 
 
+def _wider() -> nn.Module:
+    width = 8 + is_worker_one()
+    return nn.Sequential(nn.Linear(6, width), nn.Linear(width, 1))
+
+
+class Unkept(nn.Linear):
+    """Has extra state that no checkpoint can hold."""
+
+    def get_extra_state(self) -> Any:
+        return {"handles": [0, object()]}
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+
+
 NETS: dict[str, Callable[[], Any]] = {
     "sparse module": lambda: nn.EmbeddingBag(6, 1, sparse=True),
     "sync": lambda: nn.Sequential(nn.Linear(6, 1), nn.SyncBatchNorm(1)),
     "expanded": _expanded,
     "model differs": _differing,
+    "layout differs": _wider,
+    "unkept": lambda: nn.Sequential(Unkept(6, 1)),
     "buffer grows": Growing,
     "lazy": lambda: nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(1)),
     "no model": lambda: _NotAModel(),

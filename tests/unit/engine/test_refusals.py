@@ -125,12 +125,29 @@ def test_samples_that_differ_between_workers_are_refused_on_all(failures: Failur
         assert "the samples of step 2 differ between workers: order() or the size of" in message
 
 
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("model differs", "the state of worker 1, 2 differs from worker 0's when the group formed"),
+        ("layout differs", "the layout of worker 1 differs from worker 0's when the group formed"),
+    ],
+)
 def test_a_model_that_differs_between_processes_is_refused_and_names_the_workers(
-    failures: Failures,
+    fault: str, told: str, failures: Failures
 ) -> None:
-    for kind, message in failures("engine", 3, spec=odd("model differs"), num_steps=1):
+    for kind, message in failures("engine", 3, spec=odd(fault), num_steps=1):
         assert kind == "DivergenceError"
-        assert "the state of worker 1, 2 differs from worker 0's when the group formed" in message
+        assert told in message
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_step_0_with_its_path(
+    results: Results, tmp_path: Path
+) -> None:
+    answers = results("attempt", 2, spec=odd("unkept"), run=str(tmp_path / "run"))
+    verdict = answers[0]["verdict"]
+    assert verdict["kind"] == "CheckpointError:2"
+    assert "handles[1]: <object object" in verdict["message"]
+    assert read_past(Storage.at(str(tmp_path / "run"))).num_steps == 0
 
 
 def test_a_state_that_diverges_is_never_committed_and_names_the_odd_worker(

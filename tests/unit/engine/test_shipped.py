@@ -38,6 +38,32 @@ SMALL: dict[str, dict[str, object]] = {
 }
 
 
+LAST_OF_EPOCH = {"batch_size": 499, "evaluate.every_epochs": 0}
+"""Of 1,437 images the third batch has 439, and with four shards the last one fewest."""
+OTHERWISE: dict[str, dict[str, object]] = {
+    "digits": {**LAST_OF_EPOCH, "precision": "bf16"},
+    "chargpt": {"precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_workload_gives_the_same_digest_in_bf16_with_loader_processes_and_a_short_batch(
+    name: str, results: Results, tmp_path: Path
+) -> None:
+    folder = WORKLOADS / name
+    digests: set[str] = set()
+    for loaders, place in ((0, {"world_size": 1}), (2, {"world_size": 2}), (0, {"world_size": 3})):
+        given = {**OTHERWISE[name], "loader_processes": loaders, "max_steps": NUM_STEPS}
+        spec = yaml.safe_load(dump_spec(load_spec(folder / "job.yaml", {**SMALL[name], **given})))
+        run = tmp_path / f"run-{len(digests)}-{loaders}-{place['world_size']}"
+        answers = results("attempt", spec=spec, run=str(run), search=str(folder), **place)
+        found = Run(run, answers)
+        digests.add(found.digest)
+        sizes = [step.samples for step in found.steps()]
+        assert sizes == ([499, 499, 439] if name == "digits" else [10, 10, 10])
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_a_workload_gives_the_same_digest_in_every_place_and_over_a_stop(
     name: str, results: Results, tmp_path: Path
