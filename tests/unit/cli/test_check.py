@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
@@ -83,6 +84,30 @@ def test_a_fine_job_is_told_and_succeeds(run: Check, job: Path) -> None:
         "fine: the dry step found no obstacle",
     ):
         assert text in result.output
+
+
+def test_shapes_dtypes_devices_memory_and_numerics_are_told(run: Check, job: Path) -> None:
+    result = run(str(job))
+    rows = [" ".join(line.split()) for line in result.output.splitlines()]
+    for row in (
+        "name shape dtype device bytes",
+        "0 1 x 2 float32 cpu 8",
+        "samples 20",
+        "steps 3 in all, 3 in an epoch",
+        "frozen 0 in 0 tensors",
+        "tied none",
+        "not used by shard 0 none",
+        "model 12 B",
+        "buffers 0 B",
+        "gradients 192 B",  # 64 bytes aligned, and padded
+        "optimizer 0 B",
+        "device cpu",
+        f"torch {torch.__version__}",
+        "threads 1",
+    ):
+        assert row in rows, result.output
+    [loss] = [row for row in rows if row.startswith("loss ")]
+    assert loss.endswith(", scalar of float32 on cpu")
 
 
 def test_a_job_that_would_be_refused_is_bad_input(run: Check, job: Path) -> None:
