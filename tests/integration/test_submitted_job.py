@@ -8,9 +8,11 @@ import secrets
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 
 from samestep import load_spec, train
 from samestep.checkpoint.storage import Storage
-from samestep.names import Event
+from samestep.names import Event, Tag
 from samestep.telemetry.ledger import events
 
 WaitUntil = Callable[[Callable[[], Any], float, str], Any]
@@ -224,7 +226,7 @@ def test_a_job_is_refused_relative_storage_then_trains_is_attached_to_stopped_an
     second = cluster.submit(copy, "second", *storage)
     assert second.stdout is not None
     line = next(line for line in second.stdout if "the run is alive" in line or "rror" in line)
-    assert "the run is alive (process" in line
+    assert re.search(r"the run is alive \(process \d+ on \S+, Ray job first", line), line
 
     stop = cluster.ray("job", "stop", "--no-wait", "--address", cluster.address, "first", cwd=copy)
     wait_until(lambda: events(run, Event.STOP_REQUESTED), 60, "the stop")
@@ -238,6 +240,9 @@ def test_a_job_is_refused_relative_storage_then_trains_is_attached_to_stopped_an
 
     third, _ = cluster.submit(copy, "third", *storage).communicate(timeout=240)
     assert f"attempt 2 starts at step {stopped_at}" in third, third
+    with closing(sqlite3.connect(tmp_path / "runs" / "mlflow.db")) as tracked:
+        tags = tracked.execute("SELECT value FROM tags WHERE key = ?", (str(Tag.JOB_ID),))
+        assert tags.fetchall() == [("third",)]
     assert "writes 'out.txt' by a relative path" in output + third
     assert "the working directory of a submitted job is thrown away" in output + third
     for rank in (0, 1):

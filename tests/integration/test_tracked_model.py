@@ -47,6 +47,22 @@ class Named(nn.Module):
 """
 
 
+LOADED_BESIDE = """
+import json
+import sys
+from pathlib import Path
+
+import mlflow.pytorch
+import torch
+from mlflow.models import Model
+
+first, second = map(torch.tensor, json.loads(Path(sys.argv[2]).read_text()))
+model = mlflow.pytorch.load_model(sys.argv[1])
+example = Model.load(sys.argv[1]).load_input_example(sys.argv[1])
+print(json.dumps({"sum": model(first, second=second)["sum"].tolist(), "example": sorted(example)}))
+"""
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Storage:
     return Storage.at(str(tmp_path / "run"))
@@ -92,6 +108,7 @@ def test_a_model_of_one_tensor_is_a_graph_that_needs_no_code_and_takes_any_batch
     expected = model.eval()(torch.from_numpy(inputs)).detach().numpy()
     np.testing.assert_allclose(loaded.predict(inputs), expected, rtol=1e-5)
     assert [name for name in run.walk("model") if name.endswith(".pth")] == []
+    assert len(loaded.input_example) == 2
 
 
 def test_a_model_of_named_arguments_is_pickled_with_its_file_beside(
@@ -107,6 +124,28 @@ def test_a_model_of_named_arguments_is_pickled_with_its_file_beside(
     assert {spec.name for spec in signature.inputs.inputs} == {"first", "second"}
     assert {spec.name for spec in signature.outputs.inputs} == {"sum"}
     assert "model/code/named_model.py" in run.walk("model")
+    path.unlink()  # in another process the file beside is all there is
+    (path.parent / "inputs.json").write_text(json.dumps([first.tolist(), second.tolist()]))
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            LOADED_BESIDE,
+            f"{run.root}/model",
+            str(path.parent / "inputs.json"),
+        ],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    torch.testing.assert_close(torch.tensor(found["sum"]), model(first, second=second)["sum"])
+    assert found["example"] == ["first", "second"]
 
 
 def test_looking_at_a_model_changes_nothing_of_it_or_of_any_generator() -> None:

@@ -27,7 +27,8 @@ import psutil  # type: ignore[import-untyped]
 
 from samestep.checkpoint.storage import Storage
 from samestep.errors import RunInUseError, StorageError
-from samestep.names import LEASE_PREFIX, LEASE_SUFFIX, THREAD_LEASE, Env
+from samestep.names import LEASE_PREFIX, LEASE_SUFFIX, THREAD_LEASE
+from samestep.telemetry.provenance import job_id
 
 FORMAT: Final = 1
 RENEW_S: Final = 5.0
@@ -257,7 +258,7 @@ def _take(
         machine=_machine(),
         pid=os.getpid(),
         started=_process_start(os.getpid()),
-        job_id=os.environ.get(Env.RAY_JOB_ID),
+        job_id=job_id(),
     )
     if not run.create_exclusive(_name(number), _encode(me)):
         return None

@@ -143,6 +143,7 @@ def pack_model(
                 str(folder),
                 serialization_format="pickle",
                 code_paths=[str(path) for path in code] or None,
+                input_example=None if example is None else _example_inputs(model, example),
                 **settings,
             )
         run.delete(name)
@@ -188,6 +189,18 @@ def _signature(mlflow: Any, model: nn.Module, example: Example | None) -> Any:
     if inputs is None:
         return None
     return mlflow.models.infer_signature(inputs, outputs)
+
+
+def _example_inputs(model: nn.Module, example: Example) -> Any:
+    """Two samples of the inputs as arrays, by name where there are several."""
+    found = _arrays(_named_inputs(model, example))
+    if isinstance(found, Mapping):
+        return {name: _two_samples(value) for name, value in found.items()}
+    return _two_samples(found)
+
+
+def _two_samples(value: Any) -> Any:
+    return value[:2] if getattr(value, "ndim", 0) else value
 
 
 def _named_inputs(model: nn.Module, example: Example) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import platform
 import subprocess
@@ -14,16 +15,31 @@ from typing import Final
 from samestep.names import TAG_VERSION_PREFIX, Env, Tag
 
 GIT_TIMEOUT_S: Final = 5.0
+SUBMISSION_ID: Final = "job_submission_id"
+"""Where Ray's job supervisor has it in what it tells the driver (2.60)."""
 PACKAGES: Final = ("samestep", "torch", "ray", "numpy")
 
 
 def facts(workload_folder: Path) -> dict[str, str]:
     """What a launcher knows and a recorder does not, by tag; what can't be found is left out."""
     found = {str(Tag.USER): _user(), **git_revision(workload_folder)}
-    job_id = os.environ.get(Env.RAY_JOB_ID)
-    if job_id:
-        found[Tag.JOB_ID] = job_id
-    return found
+    submitted = job_id()
+    return {**found, str(Tag.JOB_ID): submitted} if submitted else found
+
+
+def job_id() -> str | None:
+    """The id under which Ray's jobs list what this process belongs to; None: it was not submitted.
+
+    Ray takes `RAY_JOB_ID` out of a driver's environment, and workers find a number there that no
+    list of jobs has.
+    """
+    if told := os.environ.get(Env.SAMESTEP_JOB_ID):
+        return told
+    try:
+        submitted = json.loads(os.environ.get(Env.RAY_JOB_CONFIG, "{}"))["metadata"][SUBMISSION_ID]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return str(submitted)
 
 
 def git_revision(folder: Path) -> dict[str, str]:

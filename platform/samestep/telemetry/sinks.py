@@ -50,7 +50,7 @@ class SinkPlan:
         metrics: (host, port) of the metrics page; None where it is off.
         pushgateway: URL of the Pushgateway that gets the last values; None: none.
         about: facts for tags.
-        environment: MLflow's variables (they may hold passwords).
+        environment: MLflow's variables (they may hold passwords), and the id of the Ray job.
         notes: what the user should know.
     """
 
@@ -126,6 +126,10 @@ def plan_sinks(
             f"not tracked in MLflow: {advice}; the records wait in the ledger, and the next start "
             "of the run with one delivers them"
         )
+    about = provenance.facts(workload_folder)
+    environment = {k: v for k, v in environ.items() if k.startswith(MLFLOW_ENV_PREFIX)}
+    if Tag.JOB_ID in about:
+        environment[Env.SAMESTEP_JOB_ID] = about[Tag.JOB_ID]
     root = f"file://{storage.root}/{TRACKING_ARTIFACTS_DIR}" if is_default else None
     return SinkPlan(
         tracking_uri=uri,
@@ -138,11 +142,11 @@ def plan_sinks(
         metrics=(spec.metrics.host, spec.metrics.port) if spec.metrics.enabled else None,
         pushgateway=spec.metrics.pushgateway,
         about={
-            **provenance.facts(workload_folder),
+            **about,
             str(Tag.VERSION): samestep.__version__,
             str(Tag.RUN_DIRECTORY): run.uri,
         },
-        environment={k: v for k, v in environ.items() if k.startswith(MLFLOW_ENV_PREFIX)},
+        environment=environment,
         notes=notes,
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 
 from samestep.errors import InputError
-from samestep.names import Tag
+from samestep.names import Env, Tag
 from samestep.spec import parse_spec
+from samestep.telemetry import provenance
 from samestep.telemetry.sinks import SinkPlan, plan_sinks
 
 JOB = {"workload": "a:B", "batch_size": 8, "max_steps": 1}
@@ -92,8 +94,22 @@ def test_a_plan_can_be_sent_to_another_process(tmp_path: Path) -> None:
 def test_a_plan_of_a_submitted_job_knows_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_JOB_ID", "raysubmit_7")
-    assert plan(str(tmp_path)).about[Tag.JOB_ID] == "raysubmit_7"
+    told = {"runtime_env": {}, "metadata": {"job_submission_id": "raysubmit_7"}}
+    monkeypatch.setenv(Env.RAY_JOB_CONFIG, json.dumps(told))
+    found = plan(str(tmp_path))
+    assert found.about[Tag.JOB_ID] == "raysubmit_7"
+    # In the recorder's process, where Ray's own variables are those of another job.
+    monkeypatch.delenv(Env.RAY_JOB_CONFIG)
+    monkeypatch.setenv(Env.SAMESTEP_JOB_ID, found.environment[Env.SAMESTEP_JOB_ID])
+    assert provenance.job_id() == "raysubmit_7"
+
+
+@pytest.mark.parametrize("config", ["", "[]", "{}", '{"metadata": null}', '{"metadata": {}}'])
+def test_a_plan_of_a_job_that_was_not_submitted_knows_no_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    monkeypatch.setenv(Env.RAY_JOB_CONFIG, config)
+    assert Tag.JOB_ID not in plan(str(tmp_path)).about
 
 
 def test_a_plan_knows_the_revision_of_the_workload(tmp_path: Path) -> None:
