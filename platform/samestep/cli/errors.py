@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 import typer
 from rich.console import Console
 
+from samestep.cli.settle import forget_seen, settle_seen
 from samestep.errors import ExitStatus, SamestepError
 
 P = ParamSpec("P")
@@ -18,7 +19,7 @@ R = TypeVar("R")
 def handles_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Turns samestep's exceptions into their message on standard error and their exit status.
 
-    Others pass through: they are bugs, and their traceback is what is needed.
+    Other exceptions pass through: they are bugs, and their traceback is what is needed.
     """
 
     @wraps(command)
@@ -30,7 +31,10 @@ def handles_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(int(error.exit_status)) from error
         except KeyboardInterrupt:
             tell_error("interrupted at once; the same command again resumes where it can")
+            forget_seen()  # whoever interrupts does not wait for that either
             raise typer.Exit(int(ExitStatus.INTERRUPTED)) from None
+        finally:
+            settle_seen()
 
     return wrapped
 

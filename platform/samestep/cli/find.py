@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from samestep.checkpoint.storage import Storage
+from samestep.cli.settle import remember
 from samestep.errors import InputError
 from samestep.names import MANIFEST_FILE, SPEC_FILE
 from samestep.spec import RUN_NAME
@@ -40,6 +41,7 @@ def _find(text: str, marks: tuple[str, ...], what: str) -> Storage:
     for place in places:
         storage = Storage.at(place)
         if any(storage.exists(mark) for mark in marks):
+            remember(storage)
             return storage
         looked.append(storage.uri)
     raise InputError(

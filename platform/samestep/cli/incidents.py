@@ -17,7 +17,6 @@ from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
 from samestep.cli.options import AsJson, Run
-from samestep.cli.settle import settle
 from samestep.cli.units import size_text
 from samestep.cli.wide import print_whole
 from samestep.errors import BundleError
@@ -48,7 +47,6 @@ def list_(run: Run, as_json: AsJson = False) -> None:
         print(f"no incidents in {place.uri}")
     else:
         print_whole(_table(found, bundles))
-    settle([place])
 
 
 @incidents.command("show")
@@ -67,7 +65,6 @@ def show(
     else:
         _show(incident)
         _show_bundle(bundle, folder_of(place, incident.id).uri)
-    settle([place])
 
 
 def _bundle_of(run: Storage, incident: Incident) -> Bundle | None:

@@ -11,7 +11,7 @@ from samestep.checkpoint.storage import Storage
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
 from samestep.cli.options import Run
-from samestep.cli.settle import settle
+from samestep.cli.settle import settle_seen
 from samestep.errors import ExitStatus, InputError
 from samestep.replay.removal import remove_run, require_removable
 from samestep.replay.summary import summarize
@@ -32,7 +32,7 @@ def rm(
     if not yes and not _confirmed(place.uri, _what(place)):
         print("kept")
         raise typer.Exit(int(ExitStatus.FAILED))
-    settle([place])  # nobody could later
+    settle_seen()  # nobody could later
     remove_run(place)
     Console(soft_wrap=True, highlight=False).print(f"removed {place.uri}", markup=False)
 

@@ -16,6 +16,24 @@ from samestep.telemetry.settling import is_due
 from samestep.telemetry.targets import withdraw_left
 
 LIMIT_S: Final = 30.0
+_seen: Final[list[Storage]] = []
+
+
+def remember(run: Storage) -> None:
+    """Notes a run that the command has found, to be settled when the command ends."""
+    _seen.append(run)
+
+
+def forget_seen() -> None:
+    """Leaves the runs that were remembered as they are."""
+    _seen.clear()
+
+
+def settle_seen() -> None:
+    """Settles the runs that were remembered."""
+    runs = list(_seen)
+    forget_seen()
+    settle(runs)
 
 
 def settle(runs: Iterable[Storage]) -> None:

@@ -13,7 +13,6 @@ from rich.text import Text
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
 from samestep.cli.options import AsJson, Run
-from samestep.cli.settle import settle
 from samestep.names import DIED
 from samestep.replay.summary import FORKED, RunSummary, summarize, why_ended
 from samestep.telemetry.board import describe_recovery
@@ -38,7 +37,6 @@ def show(
             console.print(line)
         if summary.attempts:
             console.print(_attempts(summary))
-    settle([place])
 
 
 def _lines(summary: RunSummary) -> list[Text]:

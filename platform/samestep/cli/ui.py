@@ -45,6 +45,7 @@ def ui(
     withdraw_all_left(place)
     for line in _pages(announced(place)):
         print(line)
+    settle(place.child(name) for name in place.list() if place.exists(f"{name}/{TRACKING_FILE}"))
     server = os.environ.get(Env.MLFLOW_TRACKING_URI, "")
     if server.startswith(("http://", "https://")):
         print(f"MLflow: {server} ({Env.MLFLOW_TRACKING_URI}); open it in a browser")
@@ -56,7 +57,6 @@ def ui(
             "to the server that they were delivered to"
         )
     _require_free(host, port)
-    settle(place.child(name) for name in place.list() if place.exists(f"{name}/{TRACKING_FILE}"))
     _serve(f"sqlite:///{place.root}/{TRACKING_DATABASE}", host, port)
 
 

@@ -18,7 +18,6 @@ from samestep.cli.display import duration, number
 from samestep.cli.errors import handles_errors
 from samestep.cli.find import find_run
 from samestep.cli.options import Run
-from samestep.cli.settle import settle
 from samestep.names import TimePart
 from samestep.replay.watching import Watching
 
@@ -59,7 +58,6 @@ def watch(
         console.print(picture(watching, width=width, now=time.time()))
     else:
         _follow(watching, console, width)
-    settle([place])
 
 
 def _follow(watching: Watching, console: Console, width: int) -> None:
