@@ -231,7 +231,7 @@ def test_a_run_that_is_struck_stopped_and_resumed_never_touches_the_other_on_the
 def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
     nodes: LocalNodes, write_job: Callable[..., Path], tmp_path: Path
 ) -> None:
-    job = write_job(workers=1, args={"pause_s": 0.1}, epochs=12)
+    job = write_job(workers={"min": 1, "max": 2}, args={"pause_s": 0.1}, epochs=18)
     faults = tmp_path / "faults.yaml"
     faults.write_text("- {fault: kill_recorder, step: 3}\n- {fault: kill_worker, step: 5}\n")
     done = subprocess.run(
@@ -249,7 +249,7 @@ def test_a_drill_on_a_cluster_that_is_given_strikes_its_own_run(
     calm, struck = json.loads(done.stdout)
     assert (struck["status"], struck["digest"], struck["same"]) == ("done", calm["digest"], True)
     assert [one["note"][:4] for one in struck["struck"]] == ["pid "] * 2
-    assert struck["attempts"] == 2
+    assert struck["attempts"] in (2, 3)  # it may go on with the other alone, and grow
 
 
 def _drain(address: str, node: Node) -> None:
