@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -179,6 +179,7 @@ class _Round:
         self._due = list(strikes)
         self._struck: list[Blow] = []
         self._watched = Watched()
+        self._num_seen = 0
         self._run = drill.run_of(name)
         self._spool = Spool(self._run)
         self._output = drill.output_of(name)
@@ -225,6 +226,7 @@ class _Round:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"not done within {RUN_TIMEOUT_S:g} s")
                 self._watch()
+                self._get_ready()
                 self._strike_what_is_due()
                 pause.wait(POLL_S if self._run.is_local else REMOTE_POLL_S)
             self._watch()
@@ -247,6 +249,14 @@ class _Round:
             self._spool.seek(lines[-1].position)
             for line in lines:
                 self._watched.take(line.record)
+
+    def _get_ready(self) -> None:
+        """Looks at who is to be struck: what strikes on a node may take seconds to start there."""
+        if self._num_seen < len(self._watched.attempts):
+            self._num_seen = len(self._watched.attempts)
+            with suppress(InputError):  # a strike that can't be made is told when it is due
+                self._workers()
+                self._recorder()
 
     def _strike_what_is_due(self) -> None:
         while self._due and self._watched.num_steps >= self._due[0].step:
