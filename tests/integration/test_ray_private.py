@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.exceptions import OutOfMemoryError, RayActorError
@@ -24,6 +25,8 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerHealthCheckFailedError,
 )
+from ray.train.v2._internal.execution import collective_impl
+from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup, WorkerGroupState
 from ray.train.v2._internal.execution.worker_group.poll import PollTask, WorkerStatus
@@ -37,9 +40,10 @@ from samestep.cluster.environment import TRAIN_ENVIRONMENT
 from samestep.cluster.policy import Cause
 from samestep.cluster.ray_private import ElasticTorchTrainer, with_checkpoint, worker_output_to
 from samestep.cluster.ray_private_faults import faults_of
+from samestep.cluster.ray_private_group import NoBarriers
 from samestep.cluster.ray_private_worker import SteadyStatus
 from samestep.cluster.seats import NODE_ID_LABEL
-from samestep.errors import AttemptFailedError, PlacementError
+from samestep.errors import AttemptFailedError, PlacementError, WorkloadError
 
 
 def test_ray_is_a_release_that_was_checked() -> None:
@@ -144,6 +148,7 @@ def test_the_worker_group_is_made_of_the_parts_that_we_put_together() -> None:
         "sync_actor",
     }
     assert [field.name for field in fields(Worker)][:3] == ["actor", "metadata", "resources"]
+    assert "_shutdown_sync_actor" not in inspect.getsource(WorkerGroup._clear_state)
     start = inspect.getsource(WorkerGroup._start_impl)
     for hook in (
         "on_worker_group_start",
@@ -161,6 +166,14 @@ def test_the_worker_group_is_made_of_the_parts_that_we_put_together() -> None:
         "_clear_state",
     ):
         assert hook in shutdown
+
+
+def test_rays_barriers_are_refused_with_what_to_do_instead() -> None:
+    sent = pickle.loads(pickle.dumps(NoBarriers()))
+    for waiting in (TrainContext._sync_checkpoint_dir_name_across_ranks, collective_impl.barrier):
+        assert "sync_actor.broadcast_from_rank_zero.remote(" in inspect.getsource(waiting)
+    with pytest.raises(WorkloadError, match=r"ray\.train\.report.* return metrics from loss"):
+        _ = sent.broadcast_from_rank_zero
 
 
 def test_a_worker_can_be_made_ready_again_and_tells_of_its_training_thread() -> None:

@@ -52,7 +52,7 @@ from samestep.cluster.muster import Muster, survives
 from samestep.cluster.notes import Notes
 from samestep.cluster.process import Whereabouts
 from samestep.cluster.ray_private_faults import faults_of, is_echo
-from samestep.cluster.ray_private_group import SteadyGroup, make_sync_actor
+from samestep.cluster.ray_private_group import SteadyGroup
 from samestep.cluster.ray_private_worker import RayHand, SteadyStatus, hire
 from samestep.cluster.recovery import Stopwatch
 from samestep.cluster.rehearsal import Part
@@ -190,7 +190,6 @@ class ElasticController(TrainController):
         self._next: list[RayHand] = []
         self._running_since = time.monotonic()
         self._why_parked = LEAVE
-        self._sync_actor: Any = None
         self._ray_parts: Any = None
         run_config = kwargs["train_run_context"].run_config
         self._runtime_env = WorkerGroup._get_worker_runtime_env(run_config.worker_runtime_env)
@@ -347,8 +346,6 @@ class ElasticController(TrainController):
         return self._gone_to(RunningState())
 
     def _start_worker_group(self, num_workers: int, resources_per_worker: dict[str, float]) -> None:
-        if self._sync_actor is None:
-            self._sync_actor = make_sync_actor()
         context = WorkerGroupContext(
             run_attempt_id=self._run_attempt_id,
             train_fn_ref=self._train_fn_ref,
@@ -361,7 +358,6 @@ class ElasticController(TrainController):
             self._worker_group_callbacks_to_propagate,
             crew=self._crew,
             members=self._next,
-            sync_actor=self._sync_actor,
             silent_s=self._plan.spec.faults.hang_timeout_s + SILENT_MARGIN_S,
         )
         self._members = self._next
@@ -388,8 +384,6 @@ class ElasticController(TrainController):
             await asyncio.sleep(PAUSE_S)
         self._crew.close()
         self._seats.close()
-        if self._sync_actor is not None:
-            ray.kill(self._sync_actor)
         self._notes.close()
         return result
 

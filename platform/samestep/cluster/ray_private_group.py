@@ -11,7 +11,6 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
 from ray.train.v2._internal.execution.worker_group import WorkerGroup, WorkerGroupState
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
     PlacementGroupHandle,
@@ -23,7 +22,7 @@ from samestep.cluster.crew import Crew
 from samestep.cluster.ray_private_faults import is_dead
 from samestep.cluster.ray_private_worker import RayHand, SteadyStatus
 from samestep.cluster.rendezvous import Meeting
-from samestep.cluster.seats import NODE_ID_LABEL
+from samestep.errors import WorkloadError
 
 CALL_S: Final = 20.0
 """How long a worker may take to answer while its group starts."""
@@ -54,6 +53,23 @@ class NoPlacement(PlacementGroupHandle):
 
     def shutdown(self) -> None:
         """Seats outlive the group."""
+
+
+class NoBarriers:
+    """Stands for the actor behind Ray Train's barriers: a process more, which nobody here needs."""
+
+    @property
+    def broadcast_from_rank_zero(self) -> Any:
+        """What `ray.train.report` and `ray.train.collective` call on it.
+
+        Raises:
+            WorkloadError: always.
+        """
+        raise WorkloadError(
+            "ray.train.report, barrier and broadcast_from_rank_zero can't be used in a workload: "
+            "the trainer writes checkpoints and records metrics itself; return metrics from "
+            "loss() or evaluate(), and leave it to the trainer what workers wait for"
+        )
 
 
 class MeetingBackend(Backend):
@@ -104,7 +120,6 @@ class SteadyGroup(WorkerGroup):
     Args:
         crew: keeps them.
         members: those who work.
-        sync_actor: of Ray Train; one serves all attempts.
         silent_s: a worker whose process answers nothing for so long hangs; Ray Train's own limit
             is ten minutes, and a worker that is alone has no others who notice.
 
@@ -117,7 +132,6 @@ class SteadyGroup(WorkerGroup):
         *args: Any,
         crew: Crew[RayHand],
         members: Sequence[RayHand],
-        sync_actor: Any,
         silent_s: float,
         **kwargs: Any,
     ) -> None:
@@ -125,7 +139,6 @@ class SteadyGroup(WorkerGroup):
         self._worker_health_check_timeout_s = silent_s
         self._crew = crew
         self._hands = {hand.actor: hand for hand in members}
-        self._sync_actor = sync_actor
         self.members = list(members)
         self.is_last = False
 
@@ -151,13 +164,14 @@ class SteadyGroup(WorkerGroup):
             workers = self._assign_worker_ranks(
                 [hand.to_worker(context.resources_per_worker) for hand in self.members]
             )
+            barriers: Any = NoBarriers()
             self._worker_group_state = WorkerGroupState(
                 start_time=time.monotonic(),
                 placement_group_handle=NoPlacement(),
                 workers=workers,
-                sync_actor=self._sync_actor,
+                sync_actor=barriers,
             )
-            self._init_train_context(workers, self._sync_actor)
+            self._init_train_context(workers, barriers)
             for callback in self._callbacks:
                 callback.after_worker_group_start(self)
         launched = [worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in workers]
@@ -281,10 +295,3 @@ class SteadyGroup(WorkerGroup):
             elif isinstance(state, SteadyStatus) and state.whereabouts.leaving:
                 found.append(hand)
         return found
-
-
-def make_sync_actor() -> Any:
-    """The actor behind Ray Train's barriers, on this node."""
-    here = ray.get_runtime_context().get_node_id()
-    actor_class: Any = SynchronizationActor
-    return actor_class.options(label_selector={NODE_ID_LABEL: here}).remote()

@@ -6,7 +6,6 @@ first backward: together they take seconds, in which the survivors of a group wo
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import sys
@@ -69,7 +68,3 @@ def rehearse(part: Part) -> None:
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.zeros(1, 2)).sum().backward()
     optimizer.step()
-    # A collection that goes through all that was imported takes a quarter of a second, and was due
-    # while a spare took over, or somewhere in a step: modules stay, so they are passed over.
-    gc.collect()
-    gc.freeze()
