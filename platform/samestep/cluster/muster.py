@@ -112,15 +112,19 @@ class Muster(Generic[H]):
             f"{self._limit_s():g} s (faults.replacement_timeout_s)"
         )
 
-    def review(self, members: Collection[H], calm_s: float) -> tuple[str, list[H]] | None:
+    def review(
+        self, members: Collection[H], calm_s: float, *, over: bool = False
+    ) -> tuple[str, list[H]] | None:
         """While training runs: who should work instead, and why; None: it is well as it is.
 
         Args:
             members: who works.
             calm_s: how long training has run undisturbed.
+            over: all steps are taken: whoever starts now comes too late, and takes time from those
+                who save.
         """
         self._seats = self._look()
-        is_calm = calm_s >= CALM_S
+        is_calm = calm_s >= CALM_S and not over
         self._crew.tend(self._seats, hire=is_calm, refill=is_calm)
         ready = self._crew.ready(self._seats)
         size = self._size()

@@ -33,6 +33,7 @@ class Whereabouts:
         leaving: it was told to end.
         failed_s: seconds since its training failed; None while it has not.
         again_s: seconds since the attempt's first step was through; None before.
+        over: all steps of the run are taken; the rest is evaluating and saving.
         telling: its training failed by itself, and its error comes once that is written down.
     """
 
@@ -44,6 +45,7 @@ class Whereabouts:
     leaving: bool = False
     failed_s: float | None = None
     again_s: float | None = None
+    over: bool = False
     telling: bool = False
 
 
@@ -67,7 +69,7 @@ class Process:
         self._attempt = self._step = self._first_step = 0
         self._failed_at: float | None = None
         self._again_at: float | None = None
-        self._telling = False
+        self._telling = self._over = False
 
     def end(self) -> None:
         """The training thread is through with its attempt."""
@@ -108,13 +110,13 @@ class Process:
         """Lets a parked worker go."""
         self._released.set()
 
-    def note_step(self, step: int, attempt: int) -> None:
-        """A step is about to be taken."""
+    def note_step(self, step: int, attempt: int, left: int) -> None:
+        """A step is about to be taken; or none, where none are left."""
         if attempt != self._attempt:
             self._attempt, self._first_step, self._again_at = attempt, step, None
         elif self._again_at is None:
             self._again_at = time.monotonic()
-        self._step = step
+        self._step, self._over = step, left == 0
 
     def note_failure(self) -> None:
         """Training failed just now."""
@@ -136,6 +138,7 @@ class Process:
             leaving=self._leaving,
             failed_s=None if self._failed_at is None else now - self._failed_at,
             again_s=None if self._again_at is None else now - self._again_at,
+            over=self._over,
             telling=self._telling,
         )
 

@@ -75,7 +75,7 @@ SILENT_MARGIN_S: Final = 10.0
 BUNDLES_S: Final = 60.0
 """How long the end of a run waits for bundles: of attempts that failed, whose workers went on."""
 STARTING_S: Final = 15.0
-"""How long the end of a run waits for processes that are starting."""
+"""How long the end of a run waits for processes to be there, so that they can be ended."""
 LEAVE: Final = "leave"
 """Why the workers park when the controller has not asked: one of them was told to end."""
 
@@ -133,7 +133,8 @@ class ElasticScaling(ScalingPolicy):
         now = time.monotonic()
         if not self._asked and now - self._looked_at >= LOOK_S:
             self._looked_at = now
-            self._asked = self._controller.review()
+            over = any(there.over for there in everyone)
+            self._asked = self._controller.review(over=over)
         return NoopDecision()
 
     def _resize(self, num_workers: int) -> ResizeDecision:
@@ -218,9 +219,10 @@ class ElasticController(TrainController):
         self._tell_avoided(members)
         return len(members)
 
-    def review(self) -> bool:
+    def review(self, *, over: bool) -> bool:
         """Whether the workers were asked to park, since others should work."""
-        found = self._muster.review(self._members, time.monotonic() - self._running_since)
+        calm_s = time.monotonic() - self._running_since
+        found = self._muster.review(self._members, calm_s, over=over)
         if found is None:
             return False
         why, successors = found
@@ -379,7 +381,7 @@ class ElasticController(TrainController):
         # A process that is only starting when its cluster goes looks for it for a minute.
         end = time.monotonic() + STARTING_S
         while self._plan.is_local and time.monotonic() < end:
-            if all(hand.is_ready() or hand.is_dead() for hand in self._crew.everyone):
+            if all(hand.has_come() for hand in self._crew.everyone):
                 break
             await asyncio.sleep(PAUSE_S)
         self._crew.close()

@@ -113,11 +113,13 @@ class RayHand:
     Args:
         actor: a `SteadyWorker`.
         node_id: where it runs.
+        come: done once the process is there.
         warm: its imports, under way.
     """
 
-    def __init__(self, actor: Any, node_id: str, warm: Any) -> None:
+    def __init__(self, actor: Any, node_id: str, *, come: Any, warm: Any) -> None:
         self.actor = actor
+        self._come = come
         self._node_id = node_id
         self._warm: Any = warm
         self._dead = False
@@ -146,6 +148,10 @@ class RayHand:
                 self._dead = True
             self._warm = None
         return self._metadata is not None and not self._dead
+
+    def has_come(self) -> bool:
+        """Whether the process is there, ready or not, or is dead: whether it can be ended."""
+        return self._metadata is not None or bool(ray.wait([self._come], timeout=0)[0])
 
     def is_dead(self) -> bool:
         """Whether it is known to be dead."""
@@ -211,4 +217,6 @@ def hire(
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         }
     actor = remote.options(runtime_env=dict(runtime_env), **options).remote()
-    return RayHand(actor, node_id, actor.warm.remote(part, ray_parts, train_fn_ref))
+    come = actor.__ray_ready__.remote()
+    warm = actor.warm.remote(part, ray_parts, train_fn_ref)
+    return RayHand(actor, node_id, come=come, warm=warm)

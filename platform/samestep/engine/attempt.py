@@ -77,7 +77,7 @@ def _nothing() -> int:
     return 0
 
 
-def _unheard(step: int, attempt: int) -> None:
+def _unheard(step: int, attempt: int, left: int) -> None:
     """Nobody follows the steps."""
 
 
@@ -97,7 +97,8 @@ class Place:
         supervised: somebody decides on restarts; failures are raised to it.
         wants: what this worker asks for in each step's small talk (`Flag`).
         is_debugged: a debugger is open, so that standing still is fine.
-        on_step: told of each step before it is taken, and of the attempt.
+        on_step: told of each step before it is taken, of the attempt, and of how many steps are
+            left; once all are taken, of none.
         on_failure: told at once of a failure of this worker's own, before others can learn why.
         on_finished: called once in worker 0 with what the run ends with; must not raise.
     """
@@ -113,7 +114,7 @@ class Place:
     supervised: bool = False
     wants: Callable[[], int] = _nothing
     is_debugged: Callable[[], bool] = _never
-    on_step: Callable[[int, int], None] = _unheard
+    on_step: Callable[[int, int, int], None] = _unheard
     on_failure: Callable[[], object] = _nothing
     on_finished: Callable[[Finished], None] | None = None
 
@@ -238,7 +239,7 @@ class _Attempt:
             attempt=self._attempt,
             start=saved,
             fingerprint=fingerprint,
-            on_step=lambda step: self._place.on_step(step, self._attempt),
+            on_step=lambda step, left: self._place.on_step(step, self._attempt, left),
             progress=self._progress,
             wants=place.wants,
             on_finished=place.on_finished,

@@ -81,7 +81,7 @@ class Loop:
         attempt: int,
         start: Saved,
         fingerprint: dict[str, Any],
-        on_step: Callable[[int], None],
+        on_step: Callable[[int, int], None],
         progress: Progress,
         wants: Callable[[], int],
         on_finished: Callable[[Finished], None] | None,
@@ -210,7 +210,7 @@ class Loop:
         end_step, flag = self._built.end_step, Flag.GO_ON
         self._follow_up.go_on(self._step, self._flag)
         while self._step < end_step and not flag and self._appraisal.stop_reason is None:
-            self._on_step(self._step)
+            self._on_step(self._step, end_step - self._step)
             flag = self._take_step()
             self._evidence.go_on()
             self._follow_up.go_on(self._step, self._flag)
@@ -222,6 +222,7 @@ class Loop:
                 self._end()
             return False
         if done:
+            self._on_step(self._step, 0)
             self._follow_up.evaluate(self._step)
         # Bounded by itself, tries and all: nobody here counts as hanging meanwhile.
         self._progress.at(Phase.CHECKPOINT, step=self._step)

@@ -98,7 +98,7 @@ def _train(scratch: Storage, spec: JobSpec, step: int, search: Sequence[Path]) -
     """Trains until `step` steps are taken, and saves."""
     here = [0]
 
-    def on_step(next_step: int, attempt: int) -> None:
+    def on_step(next_step: int, attempt: int, left: int) -> None:
         here[0] = next_step
 
     recorder = Recorder(scratch.uri, run="scratch", spec_yaml=dump_spec(spec))

@@ -126,10 +126,13 @@ def test_a_group_grows_once_training_is_calm_and_all_are_there() -> None:
     cluster.nodes, cluster.ready = ["a", "b", "c", "d"], False
     assert muster.review(members, calm_s=0.0) is None
     num_hired = len(cluster.hired)
+    assert muster.review(members, calm_s=CALM_S, over=True) is None
+    assert len(cluster.hired) == num_hired  # nobody could come in time
     assert muster.review(members, calm_s=CALM_S) is None
     assert [hand.node_id for hand in cluster.hired[num_hired:]] == ["c", "d"]
     for hand in cluster.hired:
         hand.ready = True
+    assert muster.review(members, calm_s=CALM_S, over=True) is None
     found = muster.review(members, calm_s=CALM_S)
     assert found is not None
     why, successors = found
