@@ -64,9 +64,12 @@ class Data(torch.utils.data.Dataset):
 
 
 class Tiny(samestep.Workload):
-    """BatchNorm, dropout and augmentation; faults at steps given in the job."""
+    """BatchNorm, dropout and augmentation; faults at steps of the job, odd metrics."""
 
-    def __init__(self, pause_s=0.0, raise_at=None, break_at=None, nan_at=None, gate=None):
+    def __init__(
+        self, pause_s=0.0, raise_at=None, break_at=None, nan_at=None, gate=None, odd_metrics=False
+    ):
+        self.odd_metrics = odd_metrics
         self.pause_s, self.raise_at, self.break_at, self.gate = pause_s, raise_at, break_at, gate
         self.nan_at, self.step = nan_at, None
 
@@ -100,10 +103,11 @@ class Tiny(samestep.Workload):
     def loss(self, model, batch):
         inputs, labels = batch
         logits = model(inputs * float("nan") if self.step == self.nan_at else inputs)
-        accuracy = (logits.argmax(1) == labels).float()
-        return samestep.Loss(
-            value=nn.functional.cross_entropy(logits, labels), metrics={"accuracy": accuracy}
-        )
+        metrics = {"accuracy": (logits.argmax(1) == labels).float()}
+        if self.odd_metrics:
+            half = metrics["accuracy"] / 2
+            metrics |= {"recall@10": half, "of none": half / 0 * 0}
+        return samestep.Loss(value=nn.functional.cross_entropy(logits, labels), metrics=metrics)
 
     def evaluation_data(self):
         return Data()

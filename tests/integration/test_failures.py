@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
+from tracked_story import history, only_run
 
 from samestep import ExitStatus, JobSpec, Outcome, PlacementError, train
 from samestep.checkpoint.storage import Storage
@@ -23,6 +25,7 @@ from samestep.errors import RunInUseError
 from samestep.replay.compare import Verdict, compare_runs
 from samestep.replay.summary import summarize
 from samestep.spec import Mode, dump_spec
+from samestep.telemetry import ledger
 from samestep.telemetry.lease import holder
 from samestep.telemetry.link import Patient
 from samestep.telemetry.past import read_past
@@ -69,38 +72,53 @@ def test_workers_that_end_cost_a_restart_and_no_bit(
         assert 0 < recovery["again_s"] < 60
 
 
-def test_the_process_of_mode_dataparallel_that_dies_is_started_again_with_an_incident(
+def test_a_run_of_all_workers_that_stop_and_an_actor_that_dies_is_one_mlflow_run(
     make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil, straight: Outcome
 ) -> None:
     gate = tmp_path / "gate"
     gate.mkdir()
-    spec = make_spec(mode="dataparallel", args={"pause_s": 0.1, "gate": str(gate)})
-    pids = struck(gate, wait_until, {6: [signal.SIGKILL]}, num_workers=1)
-    outcome = train(spec, name="struck", search=[folder])
-    assert len(pids()) == 1
-    assert (outcome.status, outcome.digest) == ("done", straight.digest)
-    [incident] = summarize(Storage.at(outcome.run)).incidents
-    assert (str(incident.kind), incident.attempt) == ("crash", 1)
-    assert incident.message.startswith("the training process was lost: its process died")
-
-
-def test_all_workers_told_to_end_are_a_planned_stop(
-    make_spec: MakeSpec, folder: Path, tmp_path: Path, wait_until: WaitUntil, straight: Outcome
-) -> None:
-    gate = tmp_path / "gate"
-    gate.mkdir()
-    spec = make_spec(mode="ddp", workers=2, args={"pause_s": 0.1, "gate": str(gate)})
-    pids = struck(gate, wait_until, {6: [signal.SIGTERM] * 2})
+    job: dict[str, Any] = {
+        "args": {"pause_s": 0.3, "gate": str(gate), "odd_metrics": True},
+        "tracking": {"enabled": True},
+    }
+    spec = make_spec(mode="ddp", workers=2, **job)
+    pids = struck(gate, wait_until, {4: [signal.SIGTERM] * 2})
     stopped = train(spec, name="struck", search=[folder])
     assert len(pids()) == 2
     assert (stopped.status, stopped.exit_status) == ("interrupted", ExitStatus.INTERRUPTED)
     assert stopped.message == "SIGTERM to all workers"
-    assert stopped.step >= 6
-    resumed = train(spec, name="struck", search=[folder])
+    assert 4 <= stopped.step < 10
+    pids = struck(gate, wait_until, {10: [signal.SIGKILL]}, num_workers=1)
+    resumed = train(make_spec(mode="dataparallel", **job), name="struck", search=[folder])
+    assert len(pids()) == 1
     assert (resumed.status, resumed.digest) == ("done", straight.digest)
-    found = summarize(Storage.at(resumed.run))
-    assert [attempt.start_step for attempt in found.attempts] == [0, stopped.step]
-    assert (found.num_redone, list(found.incidents)) == (0, [])
+    run = Storage.at(resumed.run)
+    found = summarize(run)
+    assert [attempt.start_step for attempt in found.attempts][:2] == [0, stopped.step]
+    [incident] = found.incidents
+    assert (str(incident.kind), incident.attempt) == ("crash", 2)
+    assert incident.message.startswith("the training process was lost: its process died")
+
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    tracked = only_run(uri)
+    assert tracked.info.status == "FINISHED"
+    run_id, tags = tracked.info.run_id, tracked.data.tags
+    steps = ledger.steps(run)
+    assert history(uri, run_id, "loss") == [(step, steps[step].loss) for step in range(12)]
+    recall = [(step, steps[step].metrics["recall@10"]) for step in range(12)]
+    assert history(uri, run_id, "train/recall:40:10") == recall
+    undefined = history(uri, run_id, "train/of none")
+    assert [(step, math.isnan(value)) for step, value in undefined] == [
+        (n, True) for n in range(12)
+    ]
+    assert [step for step, _ in history(uri, run_id, "eval/accuracy")] == [4, 8, 12]
+    assert tags["samestep.state_digest"] == straight.digest
+    assert (tags["samestep.mode"], tags["samestep.workers"]) == ("dataparallel", "1")
+    assert (tags["samestep.attempt"], tags["samestep.incidents"]) == ("3", "1")
+    then = f"2-3: dataparallel, 1 worker from step {stopped.step}"
+    assert tags["samestep.attempts"] == f"1: ddp, 2 workers from step 0; {then}"
+    known = {"cluster", "numerics", "version.torch", "version.python", "version.ray"}
+    assert {f"samestep.{name}" for name in known} <= tags.keys()
 
 
 def test_a_run_goes_back_to_the_same_weights_in_every_mode_and_beside_a_crash(
@@ -253,7 +271,7 @@ def test_auto_settles_for_what_there_is_room_for_now(make_spec: MakeSpec) -> Non
     assert settle_mode(alone, session, no_fallback=False) == (Mode.DATAPARALLEL, told)
     assert settle_mode(alone, session, no_fallback=True) == (Mode.DDP, "")
     assert settle_mode(make_spec(mode="auto"), session, no_fallback=False) == (Mode.DDP, "")
-    two = make_spec(mode="auto", faults={"placement_timeout_s": 1})
+    two = make_spec(mode="auto", workers=2, faults={"placement_timeout_s": 1})
     taken = placement_group([{"CPU": 1.0}] * 3)
     assert taken.wait(60)
     try:
@@ -317,6 +335,7 @@ def test_a_second_submit_that_asks_for_more_extends_the_live_run_when_it_is_done
 
 
 DYING = '''
+import math
 import os
 import signal
 from pathlib import Path

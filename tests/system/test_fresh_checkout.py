@@ -8,6 +8,7 @@ import pwd
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,11 +96,40 @@ def checkout() -> Iterator[Checkout]:
         user = pwd.getpwnam(USER)
         for path in (base, *base.rglob("*")):
             os.chown(path, user.pw_uid, user.pw_gid)
-    yield Checkout(folder=folder, home=home)
-    shutil.rmtree(base)
+    made = Checkout(folder=folder, home=home)
+    begin_venv(made)
+    yield made
+    subprocess.run(["rm", "-rf", str(base)], timeout=300, check=True)
+
+
+def begin_venv(checkout: Checkout) -> None:
+    """Gives the checkout the packages of this environment, all but samestep.
+
+    To install them takes minutes, and is what CI begins with, in a fresh clone. Python is the one
+    that the user finds, since this environment's may be in a folder that no other user may enter;
+    where there is none of this version, the checkout begins with nothing.
+    """
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    checkout.run("bash", "-c", f"{version} -m venv .venv || rm -rf .venv")
+    venv, packages = checkout.folder / ".venv", Path("lib", version, "site-packages")
+    if not venv.exists():
+        return
+    shutil.rmtree(venv / packages)
+    subprocess.run(["cp", "-a", sys.prefix / packages, venv / packages], timeout=600, check=True)
+    for script in Path(sys.prefix, "bin").iterdir():
+        is_ours = script.is_file() and not script.is_symlink() and script.name != "samestep"
+        if is_ours and not (checkout.bin / script.name).exists():
+            content = script.read_bytes().replace(sys.prefix.encode(), str(venv).encode())
+            (checkout.bin / script.name).write_bytes(content)
+            shutil.copymode(script, checkout.bin / script.name)
+    if os.geteuid() == 0:
+        subprocess.run(["chown", "-hR", USER, str(venv)], timeout=300, check=True)
+    uninstall = [".venv/bin/python", "-m", "pip", "uninstall", "--yes", "-q", "samestep"]
+    checkout.run(*uninstall)
 
 
 def test_make_venv_sets_up_the_command_and_has_nothing_to_do_again(checkout: Checkout) -> None:
+    assert not (checkout.bin / "samestep").exists()
     checkout.run("make", "venv")
     version = checkout.run(".venv/bin/python", "-c", "import samestep; print(samestep.__file__)")
     assert version.strip() == str(checkout.folder / "platform" / "samestep" / "__init__.py")
