@@ -3,12 +3,14 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
 from samestep import errors
 from samestep.errors import ExitStatus, SamestepError
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "exit-statuses.md"
 ALL = sorted(
     (
         value
@@ -17,6 +19,11 @@ ALL = sorted(
     ),
     key=lambda cls: cls.__name__,
 )
+
+
+def test_the_page_of_exit_statuses_names_each() -> None:
+    rows = re.findall(r"^\| (\d+) \| \w", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert list(map(int, rows)) == sorted(ExitStatus)
 
 
 def drawn_tree() -> dict[str, tuple[int, str]]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import threading
 import time
@@ -17,8 +18,9 @@ from samestep.checkpoint.storage import Storage
 from samestep.errors import InputError
 from samestep.incidents.record import Incident
 from samestep.metric_names import METRICS, Metrics, MetricType, series_of
-from samestep.names import TARGETS_DIR, IncidentKind, TimePart
+from samestep.names import TARGETS_DIR, Event, IncidentKind, TimePart
 from samestep.telemetry.prometheus_sink import PrometheusSink
+from samestep.telemetry.records import EventRecord
 from samestep.telemetry.sink import RunInfo
 from samestep.telemetry.targets import announced
 from samestep.telemetry.totals import MAX_USERS_METRICS, Totals
@@ -30,8 +32,14 @@ def test_the_page_shows_what_the_run_did(open_page: Open, tell_steps: Any) -> No
     attempt = tell_steps(recorder, 0, 4, lr=[0.1, 0.2], metrics={"a b": 0.5}, timing=timing)
     incident = Incident(kind=IncidentKind.HANG, step=3, attempt=attempt, message="m")
     recorder.record_incident(attempt, incident.to_json())
+    saved = EventRecord(
+        event=Event.CHECKPOINT_COMMITTED, step=4, attempt=attempt, time=5.5, fields={"bytes": 77}
+    )
+    recorder.push(attempt, "0", 2, [saved.to_json()])
     recorder.drain()
     samples = scrape(sink.url)
+    assert value(samples, Metrics.LAST_CHECKPOINT) == 5.5
+    assert value(samples, Metrics.LAST_CHECKPOINT_BYTES) == 77
     assert value(samples, Metrics.STEPS) == 4
     assert value(samples, Metrics.SAMPLES) == 32
     assert samples["samestep_data_wait_seconds_sum", (("run", "r"),)] == 4 * 0.01
@@ -51,6 +59,16 @@ def test_the_page_shows_what_the_run_did(open_page: Open, tell_steps: Any) -> No
     assert value(samples, Metrics.WORKERS_WANTED) == 1
     assert value(samples, Metrics.LAST_STEP) > 1e9
     assert recorder.status()["metrics_url"] == sink.url
+
+
+def test_names_and_labels_are_as_prometheus_has_them() -> None:
+    """As its documentation recommends: practices/naming."""
+    for metric in METRICS:
+        assert re.fullmatch(r"samestep(_[a-z0-9]+)+", metric.name)
+        assert metric.name.endswith("_total") == (metric.type is MetricType.COUNTER), metric.name
+        bare = metric.name.removesuffix("_total")
+        assert bare.endswith(f"_{metric.unit}" if metric.unit else ""), metric.name
+        assert not {"step", "epoch", "path", "run", "message"} & set(metric.labels), metric.name
 
 
 def test_every_name_on_the_page_is_in_the_table_and_bears_the_run(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,22 @@ def test_a_plan_of_a_job_that_was_not_submitted_knows_no_id(
     assert Tag.JOB_ID not in plan(str(tmp_path)).about
 
 
-def test_a_plan_knows_the_revision_of_the_workload(tmp_path: Path) -> None:
-    about = plan(str(tmp_path)).about
-    assert Tag.USER in about
-    assert re.fullmatch(r"[0-9a-f]{40}", about.get(Tag.GIT_COMMIT, "0" * 40))
+def test_a_plan_knows_who_starts_the_run(tmp_path: Path) -> None:
+    assert Tag.USER in plan(str(tmp_path)).about
+
+
+def test_the_commit_of_a_workload_is_known_and_whether_its_files_differ(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        command = ["git", "-C", tmp_path, *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "--quiet")
+    assert Tag.GIT_COMMIT not in provenance.facts(tmp_path)  # nothing was committed yet
+    (tmp_path / "workload.py").write_text("a = 1\n")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    found = provenance.facts(tmp_path)
+    assert (found[Tag.GIT_COMMIT], found[Tag.GIT_CHANGED]) == (git("rev-parse", "HEAD"), "false")
+    (tmp_path / "workload.py").write_text("a = 2\n")
+    assert provenance.facts(tmp_path) == {**found, Tag.GIT_CHANGED: "true"}
