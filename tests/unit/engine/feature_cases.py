@@ -60,6 +60,11 @@ class Scored(Base):
             Counted(), nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 1)
         )
 
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
+        out = model(batch[0])
+        value = torch.nn.functional.mse_loss(out, batch[1])
+        return Loss(value=value, metrics={"off": (out - batch[1]).abs().flatten()})
+
     def scheduler(self, optimizer: Optimizer) -> Any:
         if not self.schedule:
             return None
