@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,6 +44,33 @@ def samestep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     for command in (init, train, evaluate, runs, logs, rm):
         app.command()(command)
     return lambda *arguments, **given: CliRunner().invoke(app, list(arguments), **given)
+
+
+def test_a_start_that_telemetry_refuses_takes_no_step_and_leaves_the_run_free(
+    samestep: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert samestep("init", "flowers").exit_code == 0
+    monkeypatch.chdir("flowers")
+    command = ("train", "job.yaml", "--name", "r", "--mode", "local", "--set", "max_steps=2")
+    command += ("--set", "epochs=null")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = samestep(*command, *UNTRACKED, "--set", f"metrics.port={port}")
+        assert (refused.exit_code, f"port {port} on 127.0.0.1 is taken" in refused.stderr) == (
+            2,
+            True,
+        )
+    server = ("--set", f"tracking.uri=http://127.0.0.1:{port}")  # nobody is there any more
+    refused = samestep(*command, *server, "--set", "tracking.required=true")
+    assert (refused.exit_code, "tracking.required is true" in refused.stderr) == (2, True)
+    assert "Traceback" not in refused.output
+    assert "step 1" not in refused.output
+    trained = samestep(*command, *UNTRACKED)
+    assert trained.exit_code == 0, trained.output
+    assert re.search(
+        r"^metrics for Prometheus: http://127\.0\.0\.1:\d+/metrics$", trained.output, re.M
+    )
+    assert re.search(r"^steps +2$", trained.stdout, re.M)
 
 
 def test_what_init_writes_trains_and_evaluates_to_what_the_ledger_says(
