@@ -56,20 +56,17 @@ def test_a_start_that_telemetry_refuses_takes_no_step_and_leaves_the_run_free(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = samestep(*command, *UNTRACKED, "--set", f"metrics.port={port}")
-        assert (refused.exit_code, f"port {port} on 127.0.0.1 is taken" in refused.stderr) == (
-            2,
-            True,
-        )
+    assert refused.exit_code == 2, refused.output
+    assert f"port {port} on 127.0.0.1 is taken" in refused.stderr
     server = ("--set", f"tracking.uri=http://127.0.0.1:{port}")  # nobody is there any more
     refused = samestep(*command, *server, "--set", "tracking.required=true")
-    assert (refused.exit_code, "tracking.required is true" in refused.stderr) == (2, True)
+    assert refused.exit_code == 2, refused.output
+    assert "tracking.required is true" in refused.stderr
     assert "Traceback" not in refused.output
     assert "step 1" not in refused.output
     trained = samestep(*command, *UNTRACKED)
     assert trained.exit_code == 0, trained.output
-    assert re.search(
-        r"^metrics for Prometheus: http://127\.0\.0\.1:\d+/metrics$", trained.output, re.M
-    )
+    assert re.search(r"^metrics for Prometheus: http://127\.0\.0\.1:\d+/", trained.output, re.M)
     assert re.search(r"^steps +2$", trained.stdout, re.M)
 
 
