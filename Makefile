@@ -26,7 +26,7 @@ TORCH_INDEX_URL ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
-.PHONY: help venv train test chaos test-system bench lint fmt
+.PHONY: help venv train test chaos packages test-system bench lint fmt
 
 help: ## Lists the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -55,8 +55,10 @@ test: venv ## Runs TESTS (unit, integration, chaos), which need nothing but what
 chaos: venv ## Runs the drill of tests/chaos for 60 rounds of random faults (SAMESTEP_CHAOS_ROUNDS)
 	SAMESTEP_CHAOS_ROUNDS=$${SAMESTEP_CHAOS_ROUNDS:-60} $(BIN)/python -m pytest tests/chaos $(ARGS)
 
-test-system: venv ## Runs the tests that need Debian packages, root or another user
+packages: ## Installs the Debian packages that test-system needs, where they are missing
 	tests/system/install
+
+test-system: venv packages ## Runs the tests that need Debian packages, root or another user
 	$(BIN)/python -m pytest $(IN_TWO) tests/system $(ROOT_TESTS) $(ARGS)
 
 bench: venv ## Measures step times against stock DDP; with ARGS="--parts NAMES" what else there is
