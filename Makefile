@@ -23,6 +23,9 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 # An extra index for torch, such as the one of its CPU builds; empty: what pip finds by itself.
 TORCH_INDEX_URL ?=
 
+# Packages that no worker, command or recorder imports.
+NOT_COMPILED := moto|matplotlib|fontTools|mypy|mypyc|networkx|setuptools|rllib|tune|serve
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
@@ -41,8 +44,8 @@ venv: .venv/.installed ## Sets up .venv with the command .venv/bin/samestep
 	-c constraints.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
 	$(PIP) -c constraints.txt -e '.[workloads,test,dev]'
 	@# pip would compile the 20,000 files on one core alone. Some are templates, which nobody can compile,
-	@# and many are never imported: others' tests, and packages that are compiled or used by none of ours.
-	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests|moto|matplotlib|fontTools|mypy|mypyc)/' \
+	@# and most are imported by nothing here: what is left out is compiled by who imports it first.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests|$(NOT_COMPILED))/' \
 	.venv/lib/python3*/site-packages >/dev/null 2>&1 || true
 	@touch $@
 

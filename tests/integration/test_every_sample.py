@@ -105,24 +105,13 @@ def undisturbed(make_spec: MakeSpec, counted: list[Path]) -> Outcome:
     return train(make_spec(mode="local", **FIELDS), name="undisturbed", search=counted)
 
 
-@pytest.mark.parametrize(
-    ("loader_processes", "num_killed", "killed_at", "num_redone"),
-    [
-        (2, 1, 4, [0]),  # the other has the state
-        (0, 2, 5, [1, 3]),  # a checkpoint has it: after 4 steps, or 2 where that was not over
-    ],
-    ids=["one-with-loaders", "both"],
-)
 def test_every_sample_is_trained_once_in_every_epoch_though_workers_are_killed(
     make_spec: MakeSpec,
     counted: list[Path],
     tmp_path: Path,
     undisturbed: Outcome,
-    loader_processes: int,
-    num_killed: int,
-    killed_at: int,
-    num_redone: list[int],
 ) -> None:
+    num_killed, killed_at = 2, 5  # all of them: a checkpoint has the state
     seen = tmp_path / "seen"
     seen.mkdir()
     for number in range(num_killed):
@@ -130,7 +119,7 @@ def test_every_sample_is_trained_once_in_every_epoch_though_workers_are_killed(
     spec = make_spec(
         mode="ddp",
         workers=2,
-        loader_processes=loader_processes,
+        loader_processes=2,
         args={"seen": str(seen), "killed_at": killed_at},
         **FIELDS,
     )
@@ -150,7 +139,10 @@ def test_every_sample_is_trained_once_in_every_epoch_though_workers_are_killed(
     due = [known - start for start, known in begun]
     redone = [attempt.num_redone for attempt in summary.attempts]
     assert (redone[0], redone[-1], summary.num_redone) == (0, due[-1], sum(redone))
-    assert summary.num_redone in num_redone
+    assert summary.num_redone in (
+        1,
+        3,
+    )  # it was written after 4 steps, or 2 where that was not over
 
     # The ledger tells what was to be trained; the losses tell what was. Each worker begins an
     # attempt with the first shard of all, the canary, which leaves no trace.

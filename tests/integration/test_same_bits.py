@@ -33,21 +33,6 @@ def test_three_workers_give_the_ledger_the_evaluations_and_the_weights_of_one_pr
     assert all(weights[key].equal(ours[key]) for key in ours)
 
 
-def test_a_run_resumed_in_another_mode_and_size_ends_with_the_weights_of_a_straight_one(
-    make_spec: MakeSpec, folder: Path, straight: Outcome
-) -> None:
-    stages = [
-        make_spec(mode="local", epochs=None, max_steps=3),
-        make_spec(mode="dataparallel", epochs=None, max_steps=5),
-        make_spec(mode="ddp", workers=2, epochs=None, max_steps=9),
-        make_spec(mode="local", epochs=None, max_steps=12),
-    ]
-    for spec in stages:
-        outcome = train(spec, name="moved", search=[folder])
-        assert (outcome.status, outcome.step) == ("done", spec.max_steps)
-    assert outcome.digest == straight.digest
-
-
 def test_fast_reduction_gives_other_bits_than_exact(
     make_spec: MakeSpec, folder: Path, straight: Outcome
 ) -> None:

@@ -186,6 +186,8 @@ class LocalNodes:
             *("--node-ip-address", address, "--temp-dir", str(folder)),
             # Any: the usual one is another node's on this machine, for which Ray waits for seconds.
             *("--dashboard-agent-listen-port", "0"),
+            # A process more on each node, for lines that are in the run's own logs as well.
+            *("--include-log-monitor", "false"),
             *("--object-store-memory", str(OBJECT_STORE_BYTES), *arguments),
         ]
         with (folder / "start.log").open("wb") as log:
